@@ -1,0 +1,1 @@
+"""Fine-tune language models in native PyTorch, with checkpoints by step that never pause training."""

@@ -1,0 +1,143 @@
+"""Every error that Legato raises on purpose.
+
+::
+
+    LegatoError                      exit code 1
+      UsageError                     exit code 2   the command line
+      ConfigError        (ValueError)exit code 2   keys, values, combinations: all of them at once
+      DataError          (ValueError)              a file, a row, a template
+      ModelError         (ValueError)              a model folder
+        ModelNotFoundError (FileNotFoundError)     nothing there, or no weights
+        UnsupportedModelError                      a family whose file keys aren't the model's
+      FolderFormatError  (ValueError)              a safetensors header, index or manifest that can't be trusted
+      CheckpointError
+        CheckpointNotFoundError (FileNotFoundError)
+        CheckpointExistsError   (FileExistsError)  a step in the way, written by another branch
+        CheckpointMismatchError (ValueError)       keys, shapes or dtypes differ from the model's
+        CheckpointTornError                        a folder without a valid manifest, or with missing bytes
+        CheckpointWriteError (OSError) exit code 3 a save failed
+        OutputDirLockedError                       another run is using this output_dir
+        RankDisagreementError                      ranks passed different steps or layouts
+      ResumeError        (ValueError)  exit code 2 the config changed in a way that a resumed run can't follow
+      NonFiniteError     (ArithmeticError)         a loss or a gradient that isn't finite
+      MissingDependencyError (ImportError)         an optional package isn't installed
+    StopRequested (not a LegatoError)              a signal asked for it: exit code 130 or 143 after a save
+
+A message says where, what was expected, what was found, and what to do; the facts are attributes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class LegatoError(Exception):
+    """Base of every error that Legato raises on purpose. ``exit_code`` is what the command ends with."""
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str, **facts: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.facts = facts
+        for name, value in facts.items():
+            setattr(self, name, value)
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class UsageError(LegatoError):
+    """The command line asks for something that doesn't exist or doesn't fit."""
+
+    exit_code = 2
+
+
+class ConfigError(LegatoError, ValueError):
+    """One or more things in a config are wrong; ``.problems`` lists each as text."""
+
+    exit_code = 2
+
+    def __init__(self, problems: list[str] | str) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class DataError(LegatoError, ValueError):
+    """A data file, a row or a chat template is unusable; ``.path`` and ``.row`` tell which."""
+
+
+class ModelError(LegatoError, ValueError):
+    """A model folder is unusable; ``.path`` tells which."""
+
+
+class ModelNotFoundError(ModelError, FileNotFoundError):
+    """There is no model at the given place, or the folder holds no weights."""
+
+
+class UnsupportedModelError(ModelError):
+    """A model family that Legato can't train yet, named."""
+
+
+class FolderFormatError(LegatoError, ValueError):
+    """A safetensors header, an index or a manifest is broken or hostile; ``.path`` tells which."""
+
+
+class CheckpointError(LegatoError):
+    """Base of the errors about checkpoints."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """The checkpoint that was asked for isn't there; ``.path``."""
+
+
+class CheckpointExistsError(CheckpointError, FileExistsError):
+    """Steps of another branch are in the way; ``.steps``, ``.path``."""
+
+
+class CheckpointMismatchError(CheckpointError, ValueError):
+    """Keys, shapes or dtypes in a checkpoint differ from what the run needs; ``.path``, ``.key``."""
+
+
+class CheckpointTornError(CheckpointError):
+    """The folder has no valid manifest, or bytes are missing; ``.path``."""
+
+
+class CheckpointWriteError(CheckpointError, OSError):
+    """A checkpoint couldn't be written; ``.step``, ``.path``; the cause is chained."""
+
+    exit_code = 3
+
+
+class OutputDirLockedError(CheckpointError):
+    """Another run holds the lock of this output_dir; ``.path``, ``.holder``."""
+
+
+class RankDisagreementError(CheckpointError):
+    """Ranks passed different steps or layouts; ``.values`` maps rank to value."""
+
+
+class ResumeError(LegatoError, ValueError):
+    """The config differs from the resumed run's in a field that a run can't change; ``.changes``."""
+
+    exit_code = 2
+
+
+class NonFiniteError(LegatoError, ArithmeticError):
+    """A loss or a gradient norm isn't finite; ``.step``, ``.sample_ids``."""
+
+
+class MissingDependencyError(LegatoError, ImportError):
+    """An optional package is needed and isn't installed; the message holds the install command."""
+
+
+class StopRequested(BaseException):
+    """A signal asked the run to stop; raised after the checkpoint is on disk.
+
+    A BaseException, so that no ``except Exception`` on the way up turns a stop into a failure.
+    """
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(f"stopped by signal {signal_number}")
+        self.signal_number = signal_number
+        self.exit_code = 128 + signal_number

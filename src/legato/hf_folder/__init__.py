@@ -1,0 +1,1 @@
+"""legato.hf_folder."""
