@@ -1,0 +1,193 @@
+"""What a run says before its first step: facts in, text out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+_LABEL_WIDTH = 14
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartFacts:
+    """Everything that the start block shows.
+
+    Attributes:
+        config_name: Name that the config was given by, without suffix.
+        recipe: Recipe name.
+        model: Hub id or folder of the base model.
+        num_parameters: Parameters of the model, tied ones once.
+        num_trainable_parameters: Those that the optimizer changes.
+        dtype: Compute and file dtype, as in the config.
+        master_weights: ``fp32`` or ``none``.
+        device: Device type as torch names it, such as ``cuda``.
+        device_detail: What stands behind it, such as a GPU's name or a thread count; may be empty.
+        world_size: Number of processes.
+        num_samples: Training samples after dropping.
+        num_tokens: Their tokens.
+        num_trained_tokens: Those of them that the loss sees.
+        epochs: Epochs asked for; None means until ``total_steps``.
+        steps_per_epoch: Optimizer steps in one epoch.
+        total_steps: Step at which the run ends.
+        global_batch_size: Sequences per step over all ranks.
+        batch_size: Rows per device and micro-batch.
+        gradient_accumulation_steps: Micro-batches per step.
+        save_when: When checkpoints are taken, in words; empty for "at the end only".
+        checkpoint_bytes: Size of one checkpoint.
+        staging_bytes: Host memory that this rank's staged copy takes; None when nothing is staged.
+        output_dir: Where the run writes.
+        free_bytes: Free disk at ``output_dir``; None where the storage can't tell.
+        resumes_from: Folder that the run continues from; None for a fresh start.
+        resume_step: Step of that folder.
+    """
+
+    config_name: str
+    recipe: str
+    model: str
+    num_parameters: int
+    num_trainable_parameters: int
+    dtype: str
+    master_weights: str
+    device: str
+    device_detail: str = ""
+    world_size: int = 1
+    num_samples: int
+    num_tokens: int
+    num_trained_tokens: int
+    epochs: int | None
+    steps_per_epoch: int
+    total_steps: int
+    global_batch_size: int
+    batch_size: int
+    gradient_accumulation_steps: int
+    save_when: str
+    checkpoint_bytes: int
+    staging_bytes: int | None = None
+    output_dir: str
+    free_bytes: int | None
+    resumes_from: str | None = None
+    resume_step: int = 0
+
+
+def start_block(facts: StartFacts) -> str:
+    """Return the start block: one fact a line, under 15 lines, no line break at its end."""
+    lines = [
+        ("run", f"{facts.config_name} ({facts.recipe})"),
+        ("model", facts.model),
+        ("parameters", _parameters(facts)),
+        ("precision", _precision(facts)),
+        ("device", _device(facts)),
+        ("data", _data(facts)),
+        ("batch", _batch(facts)),
+        ("length", _length(facts)),
+        ("checkpoints", _checkpoints(facts)),
+        ("output", _output(facts)),
+        ("starts from", _source(facts)),
+    ]
+    return "\n".join(f"{label:<{_LABEL_WIDTH}}{text}" for label, text in lines)
+
+
+def human_bytes(num_bytes: int) -> str:
+    """Return a size with three figures and a decimal unit: ``1.61 GB``, ``84.0 MB``, ``12 B``."""
+    if num_bytes < 1000:
+        return f"{num_bytes} B"
+    return _scaled(num_bytes, (" kB", " MB", " GB", " TB", " PB"))
+
+
+def human_count(count: int) -> str:
+    """Return a count with three figures and a decimal unit: ``135M``, ``4.88M``, ``960``."""
+    if count < 1000:
+        return str(count)
+    return _scaled(count, ("k", "M", "B", "T", "q"))
+
+
+def human_seconds(seconds: float) -> str:
+    """Return a duration in words: ``0.10 s``, ``12 s``, ``3 min 20 s``, ``2 h 05 min``."""
+    if seconds < 10:
+        return f"{seconds:.2f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def _scaled(value: float, units: tuple[str, ...]) -> str:
+    scaled = value / 1000
+    for unit in units[:-1]:
+        if scaled < 999.5:  # 999.5 would print as 1000
+            return _three_figures(scaled) + unit
+        scaled /= 1000
+    return _three_figures(scaled) + units[-1]
+
+
+def _three_figures(value: float) -> str:
+    decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{decimals}f}"
+
+
+def _parameters(facts: StartFacts) -> str:
+    if facts.num_trainable_parameters == facts.num_parameters:
+        return f"{human_count(facts.num_parameters)}, all trained"
+    share = 100 * facts.num_trainable_parameters / facts.num_parameters
+    trained = human_count(facts.num_trainable_parameters)
+    return f"{human_count(facts.num_parameters)}, {trained} of them trained ({share:.2g} %)"
+
+
+def _precision(facts: StartFacts) -> str:
+    if facts.dtype == "fp32":
+        return "fp32"
+    if facts.master_weights == "fp32":
+        return f"{facts.dtype}, fp32 master weights"
+    return f"{facts.dtype}, no master weights"
+
+
+def _device(facts: StartFacts) -> str:
+    text = facts.device if facts.world_size == 1 else f"{facts.world_size} x {facts.device}"
+    return f"{text} ({facts.device_detail})" if facts.device_detail else text
+
+
+def _data(facts: StartFacts) -> str:
+    share = 100 * facts.num_trained_tokens / max(facts.num_tokens, 1)
+    return (
+        f"{facts.num_samples:,} samples, {human_count(facts.num_tokens)} tokens, "
+        f"{share:.0f} % of them trained"
+    )
+
+
+def _batch(facts: StartFacts) -> str:
+    factors = [f"{facts.batch_size} a micro-batch"]
+    if facts.gradient_accumulation_steps > 1:
+        factors.append(f"{facts.gradient_accumulation_steps} micro-batches")
+    if facts.world_size > 1:
+        factors.append(f"{facts.world_size} processes")
+    return f"{facts.global_batch_size} sequences a step ({' x '.join(factors)})"
+
+
+def _length(facts: StartFacts) -> str:
+    epochs = "data repeated" if facts.epochs is None else f"{facts.epochs} epochs asked for"
+    if facts.epochs == 1:
+        epochs = "1 epoch asked for"
+    return f"{facts.total_steps:,} steps ({facts.steps_per_epoch:,} an epoch, {epochs})"
+
+
+def _checkpoints(facts: StartFacts) -> str:
+    when = f"{facts.save_when}, and at the end" if facts.save_when else "at the end"
+    text = f"{human_bytes(facts.checkpoint_bytes)} each, {when}"
+    if facts.staging_bytes is not None:
+        text += f"; staged in {human_bytes(facts.staging_bytes)} of memory"
+    return text
+
+
+def _output(facts: StartFacts) -> str:
+    if facts.free_bytes is None:
+        return facts.output_dir
+    return f"{facts.output_dir} ({human_bytes(facts.free_bytes)} free)"
+
+
+def _source(facts: StartFacts) -> str:
+    if facts.resumes_from is None:
+        return "the model as it is, step 1"
+    name = Path(facts.resumes_from).name
+    return f"{name} in {Path(facts.resumes_from).parent}, goes on at step {facts.resume_step + 1}"
