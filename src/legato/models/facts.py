@@ -1,0 +1,99 @@
+"""What config.json tells of a model, without torch: for checks that must be fast."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from legato.errors import ModelNotFoundError
+from legato.models.folder import find_model, read_config
+
+# Families whose experts are one tensor in memory and many in files (transformers 5 converts).
+# Only for an early word: load_model asks transformers itself. A test holds this against it.
+_SPLIT_EXPERTS = frozenset(
+    {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "glm4_moe", "deepseek_v3"}
+)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Facts of one model.
+
+    Attributes:
+        path: The folder.
+        architecture: Class name in transformers, e.g. ``LlamaForCausalLM``.
+        model_type: transformers' family name, e.g. ``llama``.
+        max_positions: Longest sequence in tokens that the model was made for, where it says so.
+        vocab_size: Rows of the embedding.
+        tied: Whether the head shares the embedding's weight; None where the family's default holds.
+        num_layers: Decoder layers.
+        dtype: The files' dtype as the config names it, e.g. ``bfloat16``.
+        unsupported: Why Legato can't train this family; None where nothing speaks against it.
+    """
+
+    path: Path
+    architecture: str
+    model_type: str
+    max_positions: int | None
+    vocab_size: int | None
+    tied: bool | None
+    num_layers: int | None
+    dtype: str | None
+    unsupported: str | None
+
+
+def model_facts(name_or_path: str, *, revision: str | None = None) -> ModelFacts | None:
+    """Read config.json of a local or cached model; imports no torch, downloads nothing.
+
+    Args:
+        name_or_path: A folder or a hub id.
+        revision: A hub branch, tag or commit; only for hub ids.
+
+    Returns:
+        The facts, or None for a hub id that isn't on this machine yet.
+
+    Raises:
+        ModelNotFoundError: A path that isn't there, or a folder without config.json; ``.path``.
+        ModelError: A broken config.json, or an adapter folder.
+    """
+    try:
+        folder = find_model(name_or_path, revision=revision, local_only=True)
+    except ModelNotFoundError as error:
+        # A hub id may still be downloaded by the run; a path that isn't there is an error now.
+        if error.__cause__ is not None:
+            return None
+        raise
+    config = read_config(folder.path)
+    architectures = config.get("architectures") or ["unknown"]
+    # Vision-language configs keep the language model's facts one level down.
+    text = {**config, **(config.get("text_config") or {})}
+    return ModelFacts(
+        path=folder.path,
+        architecture=str(architectures[0]),
+        model_type=str(config.get("model_type", "unknown")),
+        max_positions=_first_int(text, "max_position_embeddings", "n_positions", "max_seq_len"),
+        vocab_size=_first_int(text, "vocab_size"),
+        tied=text.get("tie_word_embeddings"),
+        num_layers=_first_int(text, "num_hidden_layers", "n_layer"),
+        dtype=text.get("dtype") or text.get("torch_dtype"),
+        unsupported=_unsupported(config),
+    )
+
+
+def _first_int(config: dict[str, Any], *names: str) -> int | None:
+    return next((config[name] for name in names if isinstance(config.get(name), int)), None)
+
+
+def _unsupported(config: dict[str, Any]) -> str | None:
+    family = config.get("model_type")
+    if config.get("is_encoder_decoder"):
+        return f"{family} is an encoder-decoder; Legato trains causal language models"
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "quantized")
+        return f"its weights are quantized ({method}); take the model they were made from"
+    if "vision_config" in config or "audio_config" in config:
+        return f"{family} also reads images or sound; its file keys aren't the model's"
+    if family in _SPLIT_EXPERTS:
+        return f"{family} is a mixture of experts whose file keys aren't the model's"
+    return None

@@ -1,0 +1,217 @@
+"""A model's name -> a folder on this machine that is known to hold a whole model. No torch here."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from legato.errors import FolderFormatError, LegatoError, ModelError, ModelNotFoundError
+
+# Written by `legato download`: where a local folder came from.
+SOURCE_FILE = "legato_source.json"
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_STEP_FOLDER = re.compile(r"step_(\d+)")
+_HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py"]
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A local folder and where it came from.
+
+    Attributes:
+        path: Absolute path of the folder.
+        name: What others should call this base: the hub id for a cached hub model, else the
+            absolute path.
+        revision: The hub commit where it is known.
+    """
+
+    path: Path
+    name: str
+    revision: str | None
+
+
+def find_model(
+    name_or_path: str, *, revision: str | None = None, local_only: bool = False
+) -> ModelFolder:
+    """The folder of a model given by path or hub id; a hub model not cached yet is downloaded.
+
+    Args:
+        name_or_path: A folder, or a hub id such as ``org/name``.
+        revision: A hub branch, tag or commit; only for hub ids.
+        local_only: Look no further than this machine.
+
+    Returns:
+        The folder. Its content isn't checked yet.
+
+    Raises:
+        ModelNotFoundError: No such folder, no such hub model, or it can't be reached; ``.path``.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        source = _read_json(path / SOURCE_FILE) if (path / SOURCE_FILE).is_file() else {}
+        return ModelFolder(path.resolve(), str(path.resolve()), source.get("revision"))
+    if path.suffix == ".gguf" or path.is_file():
+        raise ModelNotFoundError(
+            f"{name_or_path}: a model is a folder, this is a file."
+            + (
+                f" Make one of it: legato import gguf {name_or_path} --output-dir DIR"
+                if path.suffix == ".gguf"
+                else f" Did you mean {path.parent}?"
+            ),
+            path=name_or_path,
+        )
+    if not _HUB_ID.fullmatch(name_or_path):
+        raise ModelNotFoundError(f"{name_or_path}: there is no such folder.", path=name_or_path)
+    return _find_on_hub(name_or_path, revision=revision, local_only=local_only)
+
+
+def _find_on_hub(hub_id: str, *, revision: str | None, local_only: bool) -> ModelFolder:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    remedy = f"Get it with: legato download {hub_id} --output-dir DIR, then model=DIR"
+    try:
+        snapshot = snapshot_download(
+            hub_id, revision=revision, allow_patterns=_HUB_PATTERNS, local_files_only=local_only
+        )
+    except GatedRepoError as error:
+        reason = "the hub gives it only to accounts that accepted its licence (set HF_TOKEN)"
+        raise ModelNotFoundError(f"{hub_id}: {reason}. {remedy}", path=hub_id) from error
+    except RepositoryNotFoundError as error:
+        reason = "there is no such folder here and no such model on the hub (private? set HF_TOKEN)"
+        raise ModelNotFoundError(f"{hub_id}: {reason}.", path=hub_id) from error
+    except RevisionNotFoundError as error:
+        reason = f"the hub has no revision {revision!r} of it"
+        raise ModelNotFoundError(f"{hub_id}: {reason}.", path=hub_id) from error
+    except (LocalEntryNotFoundError, OSError) as error:
+        reason = "there is no such folder here, it isn't cached, and the hub can't be reached"
+        raise ModelNotFoundError(f"{hub_id}: {reason}. {remedy}", path=hub_id) from error
+    commit = Path(snapshot).name
+    return ModelFolder(Path(snapshot), hub_id, commit)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json of a folder that holds a model.
+
+    Args:
+        path: The model folder.
+
+    Returns:
+        Its parsed content.
+
+    Raises:
+        ModelNotFoundError: There is none; the message says what the folder is instead.
+        ModelError: It isn't a JSON object.
+    """
+    if (path / "config.json").is_file():
+        config = _read_json(path / "config.json")
+        if isinstance(config, dict):
+            return config
+        raise ModelError(f"{path / 'config.json'}: isn't a JSON object.", path=str(path))
+    if (path / "adapter_config.json").is_file():
+        base = _read_json(path / "adapter_config.json").get("base_model_name_or_path")
+        raise ModelError(
+            f"{path}: is a LoRA adapter, not a model. Its base is {base}: give that as the model.",
+            path=str(path),
+            base=base,
+        )
+    steps = sorted(
+        (int(found[1]), entry)
+        for entry in os.listdir(path)
+        if (found := _STEP_FOLDER.fullmatch(entry))
+    )
+    if steps:
+        hint = f"It is the output of a run: did you mean {path / steps[-1][1]}?"
+    elif gguf := sorted(path.glob("*.gguf")):
+        hint = f"Make a model folder of it: legato import gguf {gguf[0]} --output-dir DIR"
+    else:
+        hint = "Expected a Hugging Face model folder: config.json, *.safetensors, a tokenizer."
+    raise ModelNotFoundError(f"{path}: has no config.json. {hint}", path=str(path))
+
+
+def weight_files(path: Path) -> tuple[Path, ...]:
+    """The safetensors files that hold a folder's model, each with a sound header.
+
+    Args:
+        path: The model folder.
+
+    Returns:
+        ``model.safetensors``, or the files that the index names, sorted.
+
+    Raises:
+        ModelNotFoundError: No weights, or files that the index names aren't there.
+        FolderFormatError: A broken header or index; ``.path`` is the file.
+    """
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        files = _indexed_files(index)
+    elif (path / "model.safetensors").is_file():
+        files = (path / "model.safetensors",)
+    else:
+        pickled = sorted(entry.name for entry in path.glob("*.bin"))
+        hint = (
+            f"{pickled[0]} is a pickle, which Legato doesn't open: convert it to safetensors."
+            if pickled
+            else "Expected model.safetensors, or model.safetensors.index.json and its files."
+        )
+        raise ModelNotFoundError(f"{path}: holds no weights. {hint}", path=str(path))
+    for file in files:
+        _check_header(file)
+    return files
+
+
+def _indexed_files(index: Path) -> tuple[Path, ...]:
+    content = _read_json(index, error=FolderFormatError)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) for name in weight_map.values()
+    ):
+        raise FolderFormatError(f"{index}: has no weight_map of names.", path=str(index))
+    names = sorted(set(weight_map.values()))
+    if not names:
+        raise FolderFormatError(f"{index}: names no file.", path=str(index))
+    for name in names:
+        if Path(name).name != name:
+            raise FolderFormatError(
+                f"{index}: names {name!r}, which lies outside of the folder.", path=str(index)
+            )
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise ModelNotFoundError(
+            f"{index.parent}: {len(missing)} of {len(names)} weight files that the index names "
+            f"aren't there: {', '.join(missing[:3])}. Was the download interrupted? Run it again.",
+            path=str(index.parent),
+            missing=missing,
+        )
+    return tuple(index.parent / name for name in names)
+
+
+def _check_header(file: Path) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            opened.keys()
+    except (SafetensorError, OSError) as error:
+        raise FolderFormatError(
+            f"{file}: can't be read as safetensors ({error}). Was the download or copy "
+            f"interrupted? The file has {file.stat().st_size} bytes. Get it again.",
+            path=str(file),
+        ) from error
+
+
+def _read_json(file: Path, *, error: type[LegatoError] = ModelError) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as cause:
+        raise error(f"{file}: can't be read as JSON ({cause}).", path=str(file)) from cause

@@ -1,0 +1,263 @@
+"""A model and its tokenizer from a Hugging Face folder, strict both ways."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from legato.errors import ConfigError, MissingDependencyError, ModelError, UnsupportedModelError
+from legato.models.facts import ModelFacts, model_facts
+from legato.models.folder import ModelFolder, find_model, read_config, weight_files
+from legato.models.head import split_head
+from legato.models.quiet import silence_known_noise, without_weight_bars
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = [
+    "ModelFacts",
+    "build_empty_model",
+    "find_model",
+    "load_model",
+    "load_tokenizer",
+    "model_facts",
+    "split_head",
+]
+
+logger = logging.getLogger(__name__)
+
+
+def load_model(
+    name_or_path: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    attention: str = "auto",
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+) -> PreTrainedModel:
+    """Load a causal language model for training.
+
+    Everything that can be known without the weights is checked before they are read.
+
+    Args:
+        name_or_path: A Hugging Face folder, or a hub id.
+        dtype: Dtype of the parameters, whatever the files hold.
+        device: Where the parameters go.
+        attention: ``auto`` (sdpa where the family has it), ``sdpa``, ``eager``, ``flex`` or
+            ``flash``.
+        trust_remote_code: Run code that lies in the model's folder.
+        revision: A hub branch, tag or commit; only for hub ids.
+
+    Returns:
+        The model in training mode, with its cache switched off.
+
+    Raises:
+        ModelNotFoundError: No such folder or hub model, or no weights; ``.path``.
+        UnsupportedModelError: The family's file keys aren't the model's, or its weights are
+            quantized.
+        FolderFormatError: A broken header or index; ``.path``.
+        ModelError: Keys or shapes in the files aren't the model's; ``.missing``, ``.unexpected``,
+            ``.mismatched``.
+        ConfigError: An attention that can't be had here.
+    """
+    from transformers import AutoModelForCausalLM
+
+    silence_known_noise()
+    folder = find_model(str(name_or_path), revision=revision)
+    config = _load_config(folder, trust_remote_code=trust_remote_code)
+    weight_files(folder.path)
+    _check_file_keys(config, path=folder.path, trust_remote_code=trust_remote_code)
+    with without_weight_bars():
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder.path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=_attention(attention, device=torch.device(device)),
+            trust_remote_code=trust_remote_code,
+            # Other shapes are reported, then refused below with all the rest in one message.
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            use_safetensors=True,
+            local_files_only=True,
+        )
+    _check_report(report, path=folder.path)
+    model.config.use_cache = False
+    model.to(torch.device(device))
+    model.train()
+    return model
+
+
+def load_tokenizer(
+    name_or_path: str | Path, *, trust_remote_code: bool = False, revision: str | None = None
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that lies beside a model.
+
+    Args:
+        name_or_path: A Hugging Face folder, or a hub id.
+        trust_remote_code: Run code that lies in the folder.
+        revision: A hub branch, tag or commit; only for hub ids.
+
+    Returns:
+        The tokenizer, padding on the right.
+
+    Raises:
+        ModelNotFoundError: No such folder or hub model; ``.path``.
+        ModelError: The folder holds no tokenizer that can be read; ``.path``.
+    """
+    from transformers import AutoTokenizer
+
+    silence_known_noise()
+    folder = find_model(str(name_or_path), revision=revision)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder.path, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except Exception as error:  # transformers raises whatever its backends raise
+        raise ModelError(
+            f"{folder.path}: its tokenizer can't be loaded ({type(error).__name__}: {error}). "
+            "Expected tokenizer.json and tokenizer_config.json beside the weights.",
+            path=str(folder.path),
+        ) from error
+    tokenizer.padding_side = "right"
+    return tokenizer
+
+
+def build_empty_model(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> Any:
+    """The model of a config on the meta device: names, shapes and modules, no memory.
+
+    Args:
+        config: transformers' config.
+        trust_remote_code: Allow code that lies in the model's folder.
+
+    Returns:
+        The model.
+
+    Raises:
+        UnsupportedModelError: transformers has no causal language model for this config.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"{config.model_type}: transformers has no causal language model of this family.",
+            family=config.model_type,
+        ) from error
+
+
+def _load_config(folder: ModelFolder, *, trust_remote_code: bool) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    content = read_config(folder.path)
+    facts = model_facts(str(folder.path))
+    if facts is not None and facts.unsupported is not None:
+        raise UnsupportedModelError(
+            f"{folder.path}: {facts.unsupported}.", path=str(folder.path), family=facts.model_type
+        )
+    if content.get("auto_map") and not trust_remote_code:
+        logger.info("%s brings code of its own; it isn't run", folder.path)
+    try:
+        return AutoConfig.from_pretrained(
+            folder.path, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except Exception as error:  # an unknown family is a ValueError, wrong fields are anything
+        raise ModelError(
+            f"{folder.path / 'config.json'}: transformers can't read it ({error}).",
+            path=str(folder.path),
+        ) from error
+
+
+def _attention(attention: str, *, device: torch.device) -> str | None:
+    """What transformers calls an attention, or an error that says why it can't be had."""
+    if attention == "auto":
+        return None  # sdpa where the family supports it, else eager: transformers' own choice
+    if attention in ("sdpa", "eager"):
+        return attention
+    if attention in ("flex", "flash"):
+        if device.type != "cuda":
+            raise ConfigError(
+                f"attention: {attention} needs a CUDA device, this run is on {device.type}. "
+                "Use auto, sdpa or eager."
+            )
+        if attention == "flex":
+            return "flex_attention"
+        if find_spec("flash_attn") is None:
+            raise MissingDependencyError(
+                "attention: flash needs the package flash-attn: pip install flash-attn"
+            )
+        return "flash_attention_2"
+    if attention == "varlen":
+        raise ConfigError(
+            "attention: varlen is for packed rows, which aren't in this version. Use auto or sdpa."
+        )
+    raise ConfigError(
+        f"attention: {attention!r} is unknown. Expected auto, sdpa, eager, flex or flash."
+    )
+
+
+def _check_file_keys(config: PreTrainedConfig, *, path: Path, trust_remote_code: bool) -> None:
+    """Refuse families whose tensors transformers renames or splits when it writes files.
+
+    A step folder holds the model's own tensors under the model's own names; for these families
+    that wouldn't be the format that everyone else reads. transformers is asked what it would
+    write for a model without memory.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model = build_empty_model(config, trust_remote_code=trust_remote_code)
+    ours = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    try:
+        written = revert_weight_conversion(model, model.state_dict())
+        theirs = {name: tensor.shape for name, tensor in written.items()}
+    except NotImplementedError:  # an operation that can't run without memory: not the identity
+        theirs = {}
+    if ours == theirs:
+        return
+    example = next(name for name in ours if ours[name] != theirs.get(name))
+    raise UnsupportedModelError(
+        f"{path}: {type(model).__name__} ({config.model_type}) keeps its weights under other "
+        f"names in files than in memory ({len(ours.keys() - theirs.keys())} differ, such as "
+        f"{example}). Legato trains families where the two are the same: dense language models.",
+        path=str(path),
+        family=config.model_type,
+        example=example,
+    )
+
+
+def _check_report(report: dict[str, Any], *, path: Path) -> None:
+    """Raise when files and model don't hold exactly the same tensors."""
+    missing = sorted(report["missing_keys"])
+    unexpected = sorted(report["unexpected_keys"])
+    mismatched = sorted(tuple(entry) for entry in report["mismatched_keys"])
+    problems = []
+    if missing:
+        problems.append(f"{_first_three(missing)} of the model isn't in the files")
+    if unexpected:
+        problems.append(f"{_first_three(unexpected)} of the files isn't in the model")
+    if mismatched:
+        shapes = [f"{e[0]} {tuple(e[1])} in the files, {tuple(e[2])} by config" for e in mismatched]
+        problems.append(f"other shape: {_first_three(shapes)}")
+    if problems:
+        raise ModelError(
+            f"{path}: the weights don't fit config.json. "
+            + "; ".join(problems)
+            + ". Is it a checkpoint of another kind, or was a file replaced?",
+            path=str(path),
+            missing=missing,
+            unexpected=unexpected,
+            mismatched=mismatched,
+        )
+
+
+def _first_three(items: Iterable[str]) -> str:
+    items = list(items)
+    more = f" and {len(items) - 3} more" if len(items) > 3 else ""
+    return ", ".join(items[:3]) + more
