@@ -1,1 +1,9 @@
-"""legato.storage."""
+"""The only door to disks and object stores: a few verbs on absolute paths and bytes."""
+
+from __future__ import annotations
+
+from legato.storage.base import FileInfo, Storage
+from legato.storage.local import LocalStorage
+from legato.storage.memory import MemoryStorage
+
+__all__ = ["FileInfo", "LocalStorage", "MemoryStorage", "Storage"]
