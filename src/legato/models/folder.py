@@ -27,12 +27,14 @@ class ModelFolder:
         path: Absolute path of the folder.
         name: What others should call this base: the hub id for a cached hub model, else the
             absolute path.
-        revision: The hub commit where it is known.
+        hub_id: The hub's name of it, where it came from there.
+        revision: The hub commit, where it came from there.
     """
 
     path: Path
     name: str
-    revision: str | None
+    hub_id: str | None = None
+    revision: str | None = None
 
 
 def find_model(
@@ -54,7 +56,8 @@ def find_model(
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         source = _read_json(path / SOURCE_FILE) if (path / SOURCE_FILE).is_file() else {}
-        return ModelFolder(path.resolve(), str(path.resolve()), source.get("revision"))
+        path = path.resolve()
+        return ModelFolder(path, str(path), source.get("hub_id"), source.get("revision"))
     if path.suffix == ".gguf" or path.is_file():
         raise ModelNotFoundError(
             f"{name_or_path}: a model is a folder, this is a file."
@@ -96,8 +99,8 @@ def _find_on_hub(hub_id: str, *, revision: str | None, local_only: bool) -> Mode
     except (LocalEntryNotFoundError, OSError) as error:
         reason = "there is no such folder here, it isn't cached, and the hub can't be reached"
         raise ModelNotFoundError(f"{hub_id}: {reason}. {remedy}", path=hub_id) from error
-    commit = Path(snapshot).name
-    return ModelFolder(Path(snapshot), hub_id, commit)
+    # The cache names a snapshot's folder by its commit.
+    return ModelFolder(Path(snapshot), hub_id, hub_id, Path(snapshot).name)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -215,3 +218,34 @@ def _read_json(file: Path, *, error: type[LegatoError] = ModelError) -> Any:
         return json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError) as cause:
         raise error(f"{file}: can't be read as JSON ({cause}).", path=str(file)) from cause
+
+
+def weights_digest(files: tuple[Path, ...]) -> str:
+    """A fingerprint of a model's weights, cheap enough for every start.
+
+    Covers every header whole and 64 bytes from the middle of every tensor: another model, another
+    fine-tune of the same model and another dtype each give another digest; a changed byte
+    elsewhere doesn't.
+
+    Args:
+        files: safetensors files with sound headers, from ``weight_files``.
+
+    Returns:
+        ``xxh3_128:`` and 32 hexadecimal digits.
+    """
+    from xxhash import xxh3_128
+
+    digest = xxh3_128()
+    for path in files:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = file.read(length)
+            digest.update(header)
+            tensors = json.loads(header)
+            tensors.pop("__metadata__", None)
+            for _, entry in sorted(tensors.items()):
+                start, end = entry["data_offsets"]
+                middle = (start + end) // 2
+                file.seek(8 + length + middle)
+                digest.update(file.read(min(64, end - middle)))
+    return f"xxh3_128:{digest.hexdigest()}"

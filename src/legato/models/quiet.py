@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -35,6 +36,10 @@ def silence_known_noise() -> None:
         logger = logging.getLogger(name)
         if not any(isinstance(known, _DropMessages) for known in logger.filters):
             logger.addFilter(_DropMessages(start))
+    # peft asks transformers by a name that transformers renamed.
+    warnings.filterwarnings(
+        "ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning
+    )
 
 
 @contextmanager

@@ -1,0 +1,197 @@
+"""Attach a LoRA adapter by PEFT, and know the name of each of its tensors in PEFT's file."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from legato.errors import ConfigError, ModelError, ModelNotFoundError
+from legato.models.folder import find_model, weight_files, weights_digest
+from legato.models.names import named_weights
+from legato.models.quiet import silence_known_noise
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+
+ALL_LINEAR = "all-linear"
+
+# Which base an adapter belongs to. Not in adapter_config.json: PEFT warns of keys it doesn't know.
+BASE_FILE = "legato_base.json"
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A model with an adapter attached, and what its checkpoint needs.
+
+    Attributes:
+        model: PEFT's model around the base, which was changed in place. Only the adapter trains.
+        keys: Canonical name of each trainable tensor -> its key in ``adapter_model.safetensors``.
+        files: Further files of an adapter folder: ``adapter_config.json`` and ``legato_base.json``.
+    """
+
+    model: PeftModel
+    keys: Mapping[str, str]
+    files: Mapping[str, bytes]
+
+
+def attach_lora(
+    model: nn.Module,
+    *,
+    lora_rank: int,
+    lora_alpha: float,
+    lora_dropout: float = 0.0,
+    lora_target_modules: str | Sequence[str] = ALL_LINEAR,
+    use_dora: bool = False,
+    use_rslora: bool = False,
+    base_name: str | Path,
+    base_revision: str | None = None,
+    seed: int = 0,
+) -> Adapter:
+    """Attach a fresh LoRA adapter; the base is frozen and taken over, not copied.
+
+    ``B`` starts at zero, so a newly attached adapter changes nothing. Call it before anything wraps
+    or compiles the model.
+
+    Args:
+        model: A causal language model of transformers.
+        lora_rank: Width of the update, in features; >= 1.
+        lora_alpha: Unitless strength: the update is scaled by ``lora_alpha / lora_rank``, or by
+            ``lora_alpha / sqrt(lora_rank)`` with ``use_rslora``.
+        lora_dropout: Probability in ``[0, 1)``, applied to the update's input only.
+        lora_target_modules: ``all-linear`` (every linear layer but the head), or module names as
+            they end, such as ``q_proj`` or ``self_attn.q_proj``.
+        use_dora: Train direction and magnitude apart (DoRA).
+        use_rslora: Scale by the square root of the rank.
+        base_name: The base as the config names it, a folder or hub id: goes into
+            ``adapter_config.json``, a folder as its absolute path.
+        base_revision: The base's hub revision.
+        seed: Seed of the adapter's first values. The global random state is left as it was.
+
+    Returns:
+        The adapter, in the dtype and on the device of the base.
+
+    Raises:
+        ConfigError: A target that matches no layer; the message lists what there is.
+        ModelError: A trainable tensor that PEFT wouldn't save; ``.names``.
+    """
+    silence_known_noise()
+    from peft import LoraConfig, get_peft_model
+
+    targets = _checked_targets(model, lora_target_modules)
+    config = LoraConfig(
+        r=lora_rank,
+        lora_alpha=lora_alpha,
+        lora_dropout=lora_dropout,
+        target_modules=targets,
+        use_dora=use_dora,
+        use_rslora=use_rslora,
+        # GPT-2's linear layers keep their weight transposed.
+        fan_in_fan_out=any(type(m).__name__ == "Conv1D" for m in model.modules()),
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    with _own_random_state(model, seed):
+        # The adapter stays in the base's dtype; fp32 masters are the trainer's.
+        peft_model = get_peft_model(model, config, autocast_adapter_dtype=False)
+    base = _describe_base(str(base_name), base_revision)
+    config.base_model_name_or_path = base["base"]
+    # Beside a path a revision would mean nothing; beside a hub id it is what makes it exact.
+    config.revision = None if Path(base["base"]).is_absolute() else base["revision"]
+    return Adapter(
+        model=peft_model,
+        keys=_file_keys(peft_model),
+        files={"adapter_config.json": _config_bytes(config), BASE_FILE: _json_bytes(base)},
+    )
+
+
+def _checked_targets(model: nn.Module, targets: str | Sequence[str]) -> str | list[str]:
+    """The targets as PEFT takes them; one that matches nothing is an error, PEFT lets it pass."""
+    if targets == ALL_LINEAR:
+        return ALL_LINEAR
+    wanted = [targets] if isinstance(targets, str) else list(targets)
+    layers = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Embedding) or type(module).__name__ == "Conv1D"
+    ]
+    unknown = [
+        target
+        for target in wanted
+        if not any(name == target or name.endswith(f".{target}") for name in layers)
+    ]
+    if not wanted or unknown:
+        there = sorted({re.sub(r".*\.", "", name) for name in layers})
+        what = f"no layer is called {', '.join(unknown)}" if unknown else "the list is empty"
+        raise ConfigError(
+            f"lora_target_modules: {what} in {type(model).__name__}. "
+            f"There are: {', '.join(there)}; or {ALL_LINEAR} for every linear layer but the head."
+        )
+    return wanted
+
+
+@contextmanager
+def _own_random_state(model: nn.Module, seed: int) -> Iterator[None]:
+    """Seed torch for the adapter's first values; everything as before afterwards."""
+    device = next(model.parameters()).device
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        yield
+
+
+def _file_keys(model: PeftModel) -> dict[str, str]:
+    """Canonical name -> PEFT's key, found by identity while nothing wraps the model yet.
+
+    Later PEFT itself would write the names of wrappers, or nothing at all, without an error.
+    """
+    from peft import get_peft_model_state_dict
+
+    trainable = named_weights(model, trainable_only=True)
+    # Explicit: by default PEFT may ask the hub whether the vocabulary was changed.
+    saved = get_peft_model_state_dict(model, state_dict=trainable, save_embedding_layers=False)
+    key_of = {id(tensor): key for key, tensor in saved.items()}
+    lost = [name for name, tensor in trainable.items() if id(tensor) not in key_of]
+    if lost:
+        raise ModelError(
+            f"{len(lost)} trainable tensors have no place in PEFT's adapter file, such as "
+            f"{', '.join(lost[:3])}. They would be trained and then lost.",
+            names=lost,
+        )
+    return {name: key_of[id(tensor)] for name, tensor in trainable.items()}
+
+
+def _describe_base(base_name: str, base_revision: str | None) -> dict[str, Any]:
+    """What the adapter belongs to: its name for others, and a digest that tells it from others."""
+    try:
+        folder = find_model(base_name, revision=base_revision, local_only=True)
+        digest = weights_digest(weight_files(folder.path))
+    except ModelNotFoundError:  # a model that was built in memory
+        return {"base": base_name, "hub_id": None, "revision": base_revision, "digest": None}
+    return {
+        "base": folder.name,
+        "hub_id": folder.hub_id,
+        "revision": folder.revision or base_revision,
+        "digest": digest,
+    }
+
+
+def _config_bytes(config: LoraConfig) -> bytes:
+    """adapter_config.json as PEFT writes it, the same bytes for the same adapter."""
+    import peft
+
+    content = dict(config.to_dict(), inference_mode=True, peft_version=peft.__version__)
+    return _json_bytes(
+        {key: sorted(value) if isinstance(value, set) else value for key, value in content.items()}
+    )
+
+
+def _json_bytes(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
