@@ -1,0 +1,132 @@
+"""Cross-entropy over the positions that are trained, and over those only.
+
+Most of the memory of a fine-tuning step with a large vocabulary is logits: of prompt and padding
+positions that nobody trains, in three copies. Here the caller drops untrained positions before the
+head, and the rest goes through it in chunks, each turned into its loss and its gradient at once.
+So no more than one chunk of logits exists at any time, and none is computed twice.
+
+``torch.nn.functional.linear_cross_entropy`` isn't used: with its default options it holds the full
+logits, and it returns the loss rounded to bf16 (0.06 at a loss of 12).
+"""
+
+# N trained positions, C positions in a chunk, D model width, V vocabulary
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# One chunk of a 128k vocabulary is then 0.5 GB of fp32; smaller chunks add up the head's weight
+# gradient more often, which costs more than it saves.
+CHUNK_TOKENS = 1024
+
+
+def sum_token_loss(
+    hidden: Tensor, targets: Tensor, *, head: nn.Module, chunk_tokens: int = CHUNK_TOKENS
+) -> Tensor:
+    """Sum of ``-log p(target)``, in fp32 whatever the dtype of the model.
+
+    The gradient is computed with the loss, chunk by chunk, and kept until backward asks for it;
+    that of the head's weights is added up in fp32. With gradients switched off only the loss is
+    computed. ``head`` may hold frozen weights, trainable ones, or a LoRA beside a frozen one.
+
+    Args:
+        hidden: ``[N, D]``: the last hidden states of the trained positions.
+        targets: ``[N]``, integer: the token that each position must produce.
+        head: ``[C, D] -> [C, V]`` logits. A module, because its trainable parameters are asked for.
+        chunk_tokens: Positions whose logits exist at a time.
+
+    Returns:
+        A 0-dim fp32 tensor; 0 when ``N`` is 0. Its backward can run once.
+
+    Raises:
+        ValueError: ``hidden`` and ``targets`` differ in length, or ``chunk_tokens`` is below 1.
+    """
+    if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
+        raise ValueError(
+            f"expected hidden [N, D] and targets [N], found {list(hidden.shape)} and "
+            f"{list(targets.shape)}"
+        )
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens: expected 1 or more, found {chunk_tokens}")
+    if torch.is_grad_enabled():
+        weights = [weight for weight in head.parameters() if weight.requires_grad]
+        return _SumTokenLoss.apply(  # type: ignore[no-untyped-call]
+            hidden, targets, head, chunk_tokens, *weights
+        )
+    total = hidden.new_zeros((), dtype=torch.float32)
+    for rows in _chunks(len(targets), chunk_tokens):
+        total += nn.functional.cross_entropy(
+            head(hidden[rows]).float(), targets[rows], reduction="sum"
+        )
+    return total
+
+
+def _chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
+    for start in range(0, num_tokens, chunk_tokens):
+        yield slice(start, start + chunk_tokens)
+
+
+def loss_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of the token losses of one chunk, and its gradient with respect to the logits.
+
+    Args:
+        logits: ``[C, V]``, any floating dtype.
+        targets: ``[C]``, integer.
+
+    Returns:
+        The fp32 sum, and the gradient ``softmax - one-hot`` ``[C, V]`` in the dtype of ``logits``.
+    """
+    log_probs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    column = targets.unsqueeze(-1)
+    loss = -log_probs.gather(-1, column).sum()
+    gradient = log_probs.exp_()
+    gradient.scatter_add_(-1, column, gradient.new_full(column.shape, -1.0))
+    return loss, gradient.to(logits.dtype)
+
+
+class _SumTokenLoss(torch.autograd.Function):
+    """:func:`sum_token_loss` with gradients: ``weights`` are the head's trainable parameters."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        targets: Tensor,
+        head: nn.Module,
+        chunk_tokens: int,
+        *weights: Tensor,
+    ) -> Tensor:
+        total = hidden.new_zeros((), dtype=torch.float32)
+        hidden_grad = torch.empty_like(hidden)
+        # fp32: a sum over many chunks in bf16 would drop the smaller addends.
+        weight_grads = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
+        for rows in _chunks(len(targets), chunk_tokens):
+            with torch.enable_grad():
+                chunk = hidden[rows].detach().requires_grad_()
+                logits = head(chunk)
+            loss, logits_grad = loss_and_gradient(logits.detach(), targets[rows])
+            chunk_grad, *grads = torch.autograd.grad(logits, [chunk, *weights], logits_grad)
+            total += loss
+            hidden_grad[rows] = chunk_grad
+            for weight_grad, grad in zip(weight_grads, grads, strict=True):
+                weight_grad += grad
+        # Not save_for_backward: hooks that move saved activations elsewhere needn't see these.
+        ctx.gradients = [hidden_grad, *weight_grads]
+        ctx.dtypes = [hidden.dtype, *(weight.dtype for weight in weights)]
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("sum_token_loss: its backward has run already, and runs once only")
+        scaled = [
+            gradient.mul_(loss_grad).to(dtype)
+            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
+        ]
+        return (scaled[0], None, None, None, *scaled[1:])

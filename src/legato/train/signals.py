@@ -1,0 +1,129 @@
+"""Signals and the trigger file become one answer per step: save now? stop now?
+
+=============================  ==============================================================
+SIGTERM, the first SIGINT      save and stop
+a second SIGINT                stop at once: KeyboardInterrupt where the program stands
+SIGUSR1                        save and go on
+a file ``output_dir/SAVE``     save and go on; the file is removed
+=============================  ==============================================================
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+_log = logging.getLogger(__name__)
+
+TRIGGER_FILE = "SAVE"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for since the last poll.
+
+    Attributes:
+        save: A checkpoint of this step is wanted, to go on or before a stop.
+        stop: Number of the signal that asks the run to end; None: go on.
+    """
+
+    save: bool
+    stop: int | None
+
+
+class StopSignals:
+    """Takes the signals while it is open, and gives the old handlers back.
+
+    Outside the main thread Python can't take signals: the trigger file works there, the process's
+    own handlers stay.
+
+    Args:
+        output_dir: Folder watched for the trigger file; None: no trigger file.
+    """
+
+    def __init__(self, output_dir: str | os.PathLike[str] | None = None) -> None:
+        self._trigger = None if output_dir is None else Path(output_dir) / TRIGGER_FILE
+        self._old_handlers: dict[int, Any] = {}
+        self._save = False
+        self._stop: int | None = None
+        self._is_stop_said = False
+        self._num_interrupts = 0
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in (
+                (signal.SIGTERM, self._on_stop),
+                (signal.SIGINT, self._on_interrupt),
+                (signal.SIGUSR1, self._on_save),
+            ):
+                self._old_handlers[number] = signal.signal(number, handler)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._old_handlers.items():
+            # None: a handler that wasn't set from Python; the default is the nearest that can be.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._old_handlers.clear()
+
+    def poll(self) -> Request:
+        """Take what was asked for. A stop stays asked for, a save is answered once.
+
+        Returns:
+            The request of this step boundary.
+        """
+        save, self._save = self._save, False
+        save = self._take_trigger() or save
+        if self._stop is not None and not self._is_stop_said:
+            self._is_stop_said = True
+            _log.warning(
+                "%s: saving a checkpoint, then stopping; a second Ctrl-C stops at once",
+                signal.Signals(self._stop).name,
+            )
+        return Request(save=save or self._stop is not None, stop=self._stop)
+
+    def stop_requested(self) -> bool:
+        """Whether a stop was asked for; long work between steps asks this and ends early."""
+        return self._stop is not None
+
+    # Handlers only set flags: they run between any two bytecodes, where logging isn't safe.
+
+    def _on_stop(self, number: int, _frame: FrameType | None) -> None:
+        if self._stop is None:
+            self._stop = number
+
+    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._num_interrupts += 1
+        if self._num_interrupts > 1:
+            raise KeyboardInterrupt
+        self._on_stop(number, frame)
+
+    def _on_save(self, _number: int, _frame: FrameType | None) -> None:
+        self._save = True
+
+    def _take_trigger(self) -> bool:
+        if self._trigger is None or not self._trigger.exists():
+            return False
+        try:
+            self._trigger.unlink()
+        except FileNotFoundError:
+            return False  # another rank of this host was quicker
+        except OSError as error:
+            # One that can't be removed would ask again at every step.
+            _log.warning(
+                "%s can't be removed (%s): it is answered once and not looked at again",
+                self._trigger,
+                error,
+            )
+            self._trigger = None
+        return True

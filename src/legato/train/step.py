@@ -1,0 +1,216 @@
+"""One optimizer step: forward and backward per micro-batch, clip, check, update."""
+
+# B rows, T tokens, D model width, N trained positions
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from legato.data.loader import Batch
+from legato.errors import DataError, ModelError, NonFiniteError
+from legato.optim.build import set_learning_rate
+from legato.train.loss import sum_token_loss
+from legato.train.masters import Masters
+from legato.train.rng import seed_everything
+
+Decode = Callable[[Tensor], Tensor]
+SumOverRanks = Callable[[list[float]], list[float]]
+
+# Stands for "the update" where a micro-batch's number is expected.
+_UPDATE = -1
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did, over all ranks.
+
+    Attributes:
+        loss: Mean loss per trained token, of the weights before the update.
+        grad_norm: L2 norm of the whole gradient before clipping.
+        num_loss_tokens: Trained tokens.
+        num_tokens: Tokens without padding.
+        skipped: No update was made, because something wasn't finite.
+    """
+
+    loss: float
+    grad_norm: float
+    num_loss_tokens: int
+    num_tokens: int
+    skipped: bool = False
+
+
+def train_step(
+    batches: Sequence[Batch],
+    *,
+    decode: Decode,
+    head: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    lr: float,
+    seed: int,
+    step: int,
+    masters: Masters | None = None,
+    clip_grad_norm: float | None = None,
+    on_nonfinite: str = "stop",
+    rank: int = 0,
+    sum_over_ranks: SumOverRanks | None = None,
+    before_update: Callable[[], object] | None = None,
+) -> StepResult:
+    """Take one optimizer step over ``batches``.
+
+    The loss is the sum of all token losses divided by the number of trained tokens of the whole
+    step, over all micro-batches and ranks: how rows are cut into micro-batches doesn't change it.
+
+    Args:
+        batches: The micro-batches of this rank, as many as on every other rank; on any device.
+        decode: ``input_ids [B, T] -> hidden [B, T, D]``.
+        head: ``hidden [N, D] -> logits [N, V]``; a module that holds its own weights.
+        optimizer: Over exactly ``parameters``.
+        parameters: Canonical name -> what the optimizer holds: trainable parameters, or masters.
+        lr: Rate of this update.
+        seed: The run's seed; each micro-batch draws from a stream derived from it.
+        step: Number of this step, from 1.
+        masters: Where ``parameters`` come from, when some of them are fp32 copies.
+        clip_grad_norm: Largest L2 norm of the whole gradient; None: no clipping.
+        on_nonfinite: ``stop`` raises before the update, ``skip`` leaves the update out.
+        rank: This process's number.
+        sum_over_ranks: Adds up numbers over all ranks; None: there is one rank. Gradients are
+            then the caller's to add up (not to average).
+        before_update: Called when the update is certain, before anything is changed.
+
+    Returns:
+        The step's figures.
+
+    Raises:
+        DataError: There is no trained token in the whole step.
+        ModelError: No parameter took part in the loss, or the optimizer holds other parameters.
+        NonFiniteError: The loss or the gradient isn't finite and ``on_nonfinite`` is ``stop``; the
+            weights are those of the step before. ``.step``, ``.sample_ids``, ``.loss``,
+            ``.grad_norm``.
+    """
+    _check_parameters(optimizer, parameters)
+    device = next(iter(parameters.values())).device
+    positions = [loss_positions(batch.trained) for batch in batches]
+    counts = [float(sum(map(len, positions))), float(sum(batch.num_tokens for batch in batches))]
+    num_loss_tokens, num_tokens = sum_over_ranks(counts) if sum_over_ranks else counts
+    if not num_loss_tokens:
+        raise DataError(f"step {step}: no token of its rows is trained", step=step)
+
+    losses = []
+    for number, (batch, at) in enumerate(zip(batches, positions, strict=True)):
+        seed_everything(seed, step, number, rank)
+        loss = batch_loss(batch, at, decode=decode, head=head, device=device)
+        (loss / num_loss_tokens).backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.detach())
+
+    norm = _clip(parameters, clip_grad_norm)
+    *sums, grad_norm = torch.stack([*losses, norm.float()]).tolist()  # the step's one wait
+    total = sum_over_ranks([sum(sums)])[0] if sum_over_ranks else sum(sums)
+    is_finite = math.isfinite(total) and math.isfinite(grad_norm)
+    if is_finite:
+        if before_update is not None:
+            before_update()
+        set_learning_rate(optimizer, lr)
+        # Equal on every rank: replicas that round at random must round alike.
+        seed_everything(seed, step, _UPDATE, 0)
+        optimizer.step()
+        if masters is not None:
+            masters.publish()
+    optimizer.zero_grad(set_to_none=True)
+    result = StepResult(
+        loss=total / num_loss_tokens,
+        grad_norm=grad_norm,
+        num_loss_tokens=int(num_loss_tokens),
+        num_tokens=int(num_tokens),
+        skipped=not is_finite,
+    )
+    if not is_finite and on_nonfinite == "stop":
+        raise _nonfinite_error(result, batches, sums, step=step)
+    return result
+
+
+def loss_positions(trained: Tensor) -> Tensor:
+    """Where a trained token is predicted: the positions before them, in the flattened batch.
+
+    Args:
+        trained: ``[B, T]``, true where the model must produce the token at that place. A row's
+            first token has nothing before it and can't be trained.
+
+    Returns:
+        ``[N]`` ascending indices into ``[B * T]``; the token to produce stands one later.
+    """
+    predicts_trained = torch.zeros_like(trained, dtype=torch.bool)
+    predicts_trained[:, :-1] = trained[:, 1:]
+    return predicts_trained.flatten().nonzero().squeeze(-1)
+
+
+def batch_loss(
+    batch: Batch, positions: Tensor, *, decode: Decode, head: nn.Module, device: torch.device
+) -> Tensor:
+    """Sum of the token losses of one micro-batch.
+
+    Args:
+        batch: The micro-batch.
+        positions: What :func:`loss_positions` gives for it.
+        decode: ``input_ids [B, T] -> hidden [B, T, D]``.
+        head: ``hidden [N, D] -> logits [N, V]``.
+        device: Where the model is.
+
+    Returns:
+        A 0-dim fp32 tensor.
+    """
+    targets = batch.input_ids.flatten()[positions + 1].to(device)
+    hidden_BTD = decode(batch.input_ids.to(device))
+    hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, positions.to(device))
+    return sum_token_loss(hidden_ND, targets, head=head)
+
+
+def _check_parameters(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> None:
+    """A parameter that only one side knows would never be updated, or never be cleared."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    trained = {id(p) for p in parameters.values()}
+    if not trained or held != trained:
+        raise ModelError(
+            f"the optimizer holds {len(held)} parameters, {len(trained)} are trained, and "
+            f"{len(held & trained)} are the same: they must be equal and not empty"
+        )
+
+
+def _clip(parameters: Mapping[str, nn.Parameter], clip_grad_norm: float | None) -> Tensor:
+    """Clip the gradients in place; returns their L2 norm before that."""
+    with_grad = [p for p in parameters.values() if p.grad is not None]
+    if not with_grad:
+        raise ModelError(
+            "no trainable parameter got a gradient: the loss doesn't depend on any of "
+            f"{', '.join(list(parameters)[:3])}, ..."
+        )
+    norm = torch.nn.utils.get_total_norm([p.grad for p in with_grad if p.grad is not None])
+    if clip_grad_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(with_grad, clip_grad_norm, norm)
+    return norm
+
+
+def _nonfinite_error(
+    result: StepResult, batches: Sequence[Batch], sums: list[float], *, step: int
+) -> NonFiniteError:
+    """Names the rows of the micro-batches whose loss isn't finite; all of them if each one is."""
+    broken = [
+        batch for batch, loss in zip(batches, sums, strict=True) if not math.isfinite(loss)
+    ] or batches
+    ids = tuple(sample_id for batch in broken for sample_id in batch.sample_ids)
+    shown = ", ".join(ids[:8]) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
+    return NonFiniteError(
+        f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}. No update was made. "
+        f"Samples: {shown}. Look at these rows, lower optimizer.lr, or set on_nonfinite=skip.",
+        step=step,
+        sample_ids=ids,
+        loss=result.loss,
+        grad_norm=result.grad_norm,
+    )
