@@ -19,6 +19,7 @@
         OutputDirLockedError                       another run is using this output_dir
         RankDisagreementError                      ranks passed different steps or layouts
       ResumeError        (ValueError)  exit code 2 the config changed in a way that a resumed run can't follow
+      CompileError       (RuntimeError)            a compiled block met too many forms of batches
       NonFiniteError     (ArithmeticError)         a loss or a gradient that isn't finite
       MissingDependencyError (ImportError)         an optional package isn't installed
     StopRequested (not a LegatoError)              a signal asked for it: exit code 130 or 143 after a save
@@ -121,6 +122,10 @@ class ResumeError(LegatoError, ValueError):
     """The config differs from the resumed run's in a field that a run can't change; ``.changes``."""
 
     exit_code = 2
+
+
+class CompileError(LegatoError, RuntimeError):
+    """A compiled block met more forms of input than it may be compiled for; ``.guard``."""
 
 
 class NonFiniteError(LegatoError, ArithmeticError):

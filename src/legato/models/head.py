@@ -41,7 +41,7 @@ class Decoder:
 class Head(nn.Module):
     """Hidden states to logits, with the family's own scaling: ``[N, D] -> [N, V]``.
 
-    Attributes:
+    Args:
         projection: The model's output embedding itself, possibly with LoRA inside or tied.
         factor: What the logits are multiplied by (Cohere, Granite, Falcon-H1); 1 elsewhere.
         softcap: ``softcap * tanh(logits / softcap)`` (Gemma); None elsewhere.
