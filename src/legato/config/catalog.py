@@ -1,0 +1,73 @@
+"""The configs that ship with the package, by name."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+
+from legato.errors import ConfigError
+
+HUB = Path(__file__).parent / "hub"
+SCHEMA_FILE = Path(__file__).parent / "run_config.schema.json"
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """A config's text, and how to call it."""
+
+    name: str
+    """Last part of its path, without the ending."""
+    label: str
+    """How errors call it."""
+    text: str
+
+
+def hub_names() -> list[str]:
+    """Names such as ``llama2/7B_full_single_device``, sorted."""
+    return sorted(str(p.relative_to(HUB).with_suffix("").as_posix()) for p in HUB.glob("*/*.yaml"))
+
+
+def hub_path(name: str) -> Path | None:
+    """The packaged file of a hub name, None if there is none."""
+    return HUB / f"{name}.yaml" if name in hub_names() else None
+
+
+def recipe_of(path: Path) -> str | None:
+    """The recipe that a packaged config names, read without a YAML parser: ``ls`` is quick."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("recipe:"):
+            return line.partition(":")[2].split("#")[0].strip()
+    return None
+
+
+def find_config(name_or_path: str) -> ConfigFile:
+    """Read a file, or a packaged config of that name.
+
+    Raises:
+        ConfigError: Neither exists, or the file isn't UTF-8 text.
+    """
+    path = Path(name_or_path)
+    if not path.is_file():
+        packaged = hub_path(name_or_path)
+        if packaged is None:
+            raise ConfigError(_not_found(name_or_path))
+        path = packaged
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{name_or_path}: expected UTF-8 text, found byte {error.object[error.start]:#04x} at "
+            f"offset {error.start}. Save the file as UTF-8."
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"{name_or_path}: can't be read: {error.strerror}") from error
+    return ConfigFile(path.stem, name_or_path, text)
+
+
+def _not_found(name_or_path: str) -> str:
+    if Path(name_or_path).is_dir():
+        return f"{name_or_path}: expected a config file, found a folder"
+    near = difflib.get_close_matches(name_or_path, hub_names(), n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return f"{name_or_path}: no such file and no such hub config.{hint} `legato ls` lists them."

@@ -1,0 +1,273 @@
+"""A config file or hub name, and what the command line changes -> a checked :class:`RunConfig`.
+
+Every mistake is found in one go. Each is told with its place (``my.yaml:12`` or ``command line``),
+the key as it was spelled, what was expected and what was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from legato.config import catalog, rules
+from legato.config.aliases import (
+    COMPONENT,
+    COMPONENT_ADVICE,
+    resolve_file,
+    resolve_overrides,
+    spelled,
+)
+from legato.config.explain import problems_of, unknown_key_advice
+from legato.config.rules import Problem, dotted
+from legato.config.schema import RunConfig
+from legato.config.source import Layer, Override, Path, read_override, read_yaml
+from legato.errors import ConfigError
+
+COMMAND_LINE = "command line"
+
+
+@dataclass
+class Origins:
+    """Where each key was set, and how it was spelled there."""
+
+    file_name: str
+    places: dict[Path, str] = field(default_factory=dict)
+    spellings: dict[Path, str] = field(default_factory=dict)
+
+    def place(self, path: Path) -> str:
+        """``my.yaml:12``, ``command line``, or the file where the key is absent."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.places:
+                return self.places[path[:length]]
+        return self.file_name
+
+    def overridden(self, path: Path) -> None:
+        """Note that the command line set ``path`` and everything below."""
+        for old in [p for p in self.places if p[: len(path)] == path]:
+            del self.places[old]
+        self.places[path] = COMMAND_LINE
+
+    def tell(self, problem: Problem) -> str:
+        """The problem as one line."""
+        if not problem.path:
+            return f"{self.file_name}: {problem.message}"
+        key = spelled(problem.path, self.spellings)
+        return f"{self.place(problem.path)}: {key}: {problem.message}"
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A checked config, the name it was given by, and its resolved form as a file."""
+
+    config: RunConfig
+    name: str
+    """Last part of the path or hub name, without ``.yaml``; names ``out/<name>``."""
+    yaml: str
+    """Every key that means something in this run, defaults included; loads to the same config."""
+    origins: Origins
+
+
+def load_config(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedConfig:
+    """Read a config and check it.
+
+    Args:
+        name_or_path: A YAML file, or a hub config's name as ``legato ls`` shows it.
+        overrides: ``key=value`` and ``~key`` arguments; later ones win.
+
+    Raises:
+        ConfigError: There is no such file, or something in it is wrong; ``.problems`` lists each.
+    """
+    entry = catalog.find_config(name_or_path)
+    layer = read_yaml(entry.text, name=entry.label)
+    if layer.problems and not layer.data:
+        raise ConfigError([f"{layer.name}: {problem}" for problem in layer.problems])
+    origins = Origins(entry.label)
+    problems = _prepare_file(layer, origins)
+    values = OmegaConf.create(layer.data)
+    problems += _apply(values, overrides, origins)
+    if "output_dir" not in values:
+        values["output_dir"] = f"out/{entry.name}"
+    resolved, unreadable = _resolve(values)
+    problems += [origins.tell(problem) for problem in unreadable]
+    config, found = validate(resolved, skip=frozenset(str(p.path[0]) for p in unreadable))
+    problems += [origins.tell(problem) for problem in found]
+    if problems or config is None:
+        raise ConfigError(problems)
+    return LoadedConfig(config, entry.name, dump_yaml(config), origins)
+
+
+def validate(
+    values: dict[str, Any], *, skip: frozenset[str] = frozenset()
+) -> tuple[RunConfig | None, list[Problem]]:
+    """Check values against the schema; combinations are checked among what is right by itself.
+
+    Args:
+        values: Our keys only (aliases resolved); scalars may be text.
+        skip: Top-level keys that are known to be wrong already.
+    """
+    try:
+        return RunConfig.model_validate(values), []
+    except ValidationError as error:
+        problems = [p for p in problems_of(error) if not p.path or p.path[0] not in skip]
+        wrong = {str(p.path[0]) for p in problems_of(error) if p.path} | skip
+    stand_ins: dict[str, Any] = {
+        "recipe": "full_finetune_single_device",
+        "model": "stand-in",
+        "output_dir": "stand-in",
+        "datasets": [{"path": "stand-in"}],
+        "optimizer": {"lr": 1.0},
+    }
+    kept = {name: value for name, value in values.items() if name not in wrong}
+    missing = {name: value for name, value in stand_ins.items() if name not in kept}
+    try:
+        RunConfig.model_validate(missing | kept, context={"unreadable": frozenset(missing) | wrong})
+    except ValidationError as error:
+        told = {(p.path, p.message) for p in problems}
+        problems += [p for p in problems_of(error) if (p.path, p.message) not in told]
+    return None, problems
+
+
+def dump_yaml(config: RunConfig) -> str:
+    """The config as YAML, defaults included, without the keys that mean nothing in it."""
+    values = config.model_dump(mode="json")
+    for key in rules.inapplicable(config):
+        *parents, name = key.split(".")
+        section = values
+        for parent in parents:
+            section = section[parent]
+        section.pop(name, None)
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _prepare_file(layer: Layer, origins: Origins) -> list[str]:
+    """Take out import paths, resolve aliases; returns what is wrong so far."""
+    told: list[str] = []
+    for problem in layer.problems:
+        told.append(f"{layer.place(problem.path)}: {problem}")
+    components = _take_components(layer.data)
+    told += [f"{layer.place(problem.path)}: {problem}" for problem in components]
+    layer.problems = []
+    resolve_file(layer, origins.spellings)
+    told += [f"{layer.place(problem.path)}: {problem}" for problem in layer.problems]
+    origins.places = {path: f"{layer.name}:{line}" for path, line in layer.lines.items()}
+    return told
+
+
+def _take_components(data: dict[str, Any]) -> list[Problem]:
+    """Remove top-level keys that hold torchtune's ``_component_`` anywhere below."""
+    problems = []
+    for name in list(data):
+        path = _component_below(data[name], (name,))
+        if path is not None:
+            del data[name]
+            advice = COMPONENT_ADVICE.get(name)
+            say = f"write {advice}" if advice else unknown_key_advice((name,)).removeprefix(". ")
+            problems.append(
+                Problem(path, f"a config can't name Python code to import; {say or 'leave it out'}")
+            )
+    return problems
+
+
+def _component_below(value: Any, path: Path) -> Path | None:
+    if isinstance(value, dict):
+        if COMPONENT in value:
+            return (*path, COMPONENT)
+        items: Any = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    else:
+        return None
+    found = (_component_below(item, (*path, name)) for name, item in items)
+    return next((p for p in found if p is not None), None)
+
+
+def _apply(values: DictConfig, arguments: Sequence[str], origins: Origins) -> list[str]:
+    """Apply a command line to the file's values, one override after another."""
+    layer = Layer(COMMAND_LINE)
+    overrides: list[Override] = []
+    for argument in arguments:
+        override = read_override(argument)
+        if isinstance(override, Problem):
+            layer.problems.append(override)
+        elif COMPONENT in override.path:
+            layer.problems.append(
+                Problem((), f"{argument}: a config can't name Python code to import")
+            )
+        else:
+            overrides.append(override)
+    spellings: dict[Path, str] = {}
+    for override in resolve_overrides(overrides, layer, spellings):
+        problem = _remove(values, override) if override.remove else _set(values, override)
+        if problem is not None:
+            layer.problems.append(problem)
+        origins.overridden(override.path)
+    origins.spellings = {
+        path: word for path, word in origins.spellings.items() if path not in spellings
+    } | spellings
+    return [f"{COMMAND_LINE}: {problem}" for problem in layer.problems]
+
+
+def _set(values: DictConfig, override: Override) -> Problem | None:
+    node: Any = values
+    for depth, part in enumerate(override.path):
+        is_last = depth == len(override.path) - 1
+        if OmegaConf.is_list(node):
+            if not isinstance(part, int) or part > len(node):
+                have = f"{len(node)} entries, numbered from 0"
+                where = dotted(override.path[:depth])
+                return Problem((), f"{override.argument}: {where} has {have}")
+            if part == len(node):
+                node.append({})
+        name = part if OmegaConf.is_list(node) else str(part)
+        if is_last:
+            OmegaConf.update(
+                values, dotted(override.path), override.value, merge=False, force_add=True
+            )
+            return None
+        child = OmegaConf.select(node, str(name))
+        if not OmegaConf.is_config(child):
+            node[name] = {}
+        node = node[name]
+    return None
+
+
+def _remove(values: DictConfig, override: Override) -> Problem | None:
+    node: Any = (
+        OmegaConf.select(values, dotted(override.path[:-1])) if override.path[1:] else values
+    )
+    last = override.path[-1]
+    if OmegaConf.is_list(node) and isinstance(last, int) and last < len(node):
+        del node[last]
+    elif OmegaConf.is_dict(node) and str(last) in node:
+        del node[str(last)]
+    else:
+        return Problem(
+            (),
+            f"{override.argument}: the config has no such key{unknown_key_advice(override.path)}",
+        )
+    return None
+
+
+def _resolve(values: DictConfig) -> tuple[dict[str, Any], list[Problem]]:
+    """Fill in ``${...}``; keys whose reference can't be followed are left out and told."""
+    problems: list[Problem] = []
+    while True:
+        try:
+            resolved: Any = OmegaConf.to_container(values, resolve=True, throw_on_missing=True)
+            return resolved, problems
+        except OmegaConfBaseException as error:
+            path = _path_of(str(error.full_key))
+            first_line = str(error).splitlines()[0]
+            problems.append(Problem(path, first_line))
+            del values[str(path[0])]
+
+
+def _path_of(full_key: str) -> Path:
+    parts = full_key.replace("[", ".").replace("]", "").split(".")
+    return tuple(int(part) if part.isdigit() else part for part in parts if part)

@@ -1,0 +1,254 @@
+"""Which keys only work together, and which wait for a later version.
+
+A key that would be ignored is refused: a run that silently leaves out what its config asks for is
+worse than one that doesn't start. The tables are data, so that a resolved config can be written
+without the keys that don't apply to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from legato.config.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong: the key (as a path into the config) and what to do about it."""
+
+    path: tuple[str | int, ...]
+    message: str
+
+    def __str__(self) -> str:
+        return f"{dotted(self.path)}: {self.message}" if self.path else self.message
+
+
+def dotted(path: tuple[str | int, ...]) -> str:
+    """``("datasets", 0, "path")`` -> ``"datasets.0.path"``."""
+    return ".".join(str(part) for part in path)
+
+
+@dataclass(frozen=True)
+class OnlyWith:
+    """``keys`` mean something only where ``needed`` holds."""
+
+    keys: tuple[str, ...]
+    needs: tuple[str, ...]
+    """Keys that ``needed`` reads."""
+    needed: Callable[[RunConfig], bool]
+    otherwise: str
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """``exists`` finds values that contradict each other; reported at the first of ``keys``."""
+
+    keys: tuple[str, ...]
+    exists: Callable[[RunConfig], bool]
+    message: str
+
+
+def is_lora(config: RunConfig) -> bool:
+    """Whether the recipe trains an adapter."""
+    return config.recipe.startswith("lora_")
+
+
+def has_evaluation_data(config: RunConfig) -> bool:
+    """Whether anything is there to evaluate on."""
+    return bool(config.eval_datasets) or config.val_set_size > 0
+
+
+def _keeps_some(config: RunConfig) -> bool:
+    return any(
+        n is not None
+        for n in (
+            config.keep_last_n_checkpoints,
+            config.keep_best_n_checkpoints,
+            config.keep_every_n_steps,
+        )
+    )
+
+
+_EVALUATION = ("eval_datasets", "val_set_size")
+_KEEPS = ("keep_last_n_checkpoints", "keep_best_n_checkpoints", "keep_every_n_steps")
+
+ONLY_WITH = (
+    OnlyWith(
+        (
+            "lora_rank",
+            "lora_alpha",
+            "lora_dropout",
+            "lora_target_modules",
+            "use_dora",
+            "use_rslora",
+        ),
+        ("recipe",),
+        is_lora,
+        "this recipe trains all weights; recipe: lora_finetune_single_device uses it",
+    ),
+    OnlyWith(
+        ("quantize_base",),
+        ("recipe",),
+        is_lora,
+        "only frozen weights can be quantized; recipe: lora_finetune_single_device has them",
+    ),
+    OnlyWith(
+        ("run_val_every_n_steps", "generate_samples"),
+        _EVALUATION,
+        has_evaluation_data,
+        "there is nothing to evaluate on; set val_set_size or eval_datasets",
+    ),
+    OnlyWith(
+        ("metric_for_best_model", "greater_is_better"),
+        ("keep_best_n_checkpoints",),
+        lambda c: c.keep_best_n_checkpoints is not None,
+        "nothing is chosen by a metric; set keep_best_n_checkpoints",
+    ),
+    OnlyWith(
+        ("prune",),
+        _KEEPS,
+        _keeps_some,
+        f"all checkpoints are kept; set one of {', '.join(_KEEPS)}",
+    ),
+    OnlyWith(
+        ("keep_last_n_states", "allow_missing"),
+        ("save_only_model",),
+        lambda c: not c.save_only_model,
+        "save_only_model leaves no state to keep or to resume from",
+    ),
+    OnlyWith(
+        ("staging",),
+        ("enable_async_checkpointing",),
+        lambda c: c.enable_async_checkpointing,
+        "nothing is staged with enable_async_checkpointing: false",
+    ),
+    OnlyWith(
+        ("chat_template_kwargs",),
+        ("chat_template",),
+        lambda c: c.chat_template not in ("alpaca", "chatml"),
+        "the packaged templates read no variables",
+    ),
+    OnlyWith(
+        ("roles_to_train",),
+        ("train_on_inputs",),
+        lambda c: not c.train_on_inputs,
+        "train_on_inputs: true trains every turn",
+    ),
+    OnlyWith(
+        ("shuffle_buffer_size",),
+        ("streaming",),
+        lambda c: c.streaming,
+        "used while streaming; data read before training is shuffled as a whole",
+    ),
+    OnlyWith(
+        ("optimizer.betas",),
+        ("optimizer",),
+        lambda c: c.optimizer.name in ("adamw", "adam"),
+        "sgd has no betas",
+    ),
+    OnlyWith(
+        ("lr_scheduler.num_training_steps",),
+        ("lr_scheduler",),
+        lambda c: c.lr_scheduler.name != "constant",
+        "a constant schedule has no end",
+    ),
+)
+
+CONFLICTS = (
+    Conflict(
+        ("epochs", "max_steps"),
+        lambda c: c.epochs is None and c.max_steps is None,
+        "null repeats the data until max_steps, which isn't set; set one of the two",
+    ),
+    Conflict(
+        ("val_set_size", "eval_datasets"),
+        lambda c: c.val_set_size > 0 and bool(c.eval_datasets),
+        "eval_datasets is set as well; choose one of the two",
+    ),
+    Conflict(
+        ("master_weights", "dtype"),
+        lambda c: c.master_weights == "none" and c.dtype == "fp32",
+        "dtype: fp32 needs no copy and no rounding; leave it out",
+    ),
+    Conflict(
+        ("master_weights", "recipe"),
+        lambda c: c.master_weights == "none" and is_lora(c),
+        "an adapter's fp32 copy is small and always kept; leave it out",
+    ),
+    Conflict(
+        ("attention", "device"),
+        lambda c: c.attention in ("flash", "flex") and c.device in ("cpu", "mps"),
+        "needs a CUDA device; use auto or sdpa",
+    ),
+)
+
+LATER: Mapping[str, Callable[[Any], bool]] = {
+    "recipe": lambda v: not v.endswith("_single_device"),
+    "packing": bool,
+    "streaming": bool,
+    "num_workers": bool,
+    "quantize_base": lambda v: v != "none",
+    "attention": lambda v: v == "varlen",
+    "generate_samples": bool,
+    "compile": lambda v: getattr(v, "scope", "block") != "block",
+    "optimizer_in_backward": bool,
+    "enable_activation_offloading": bool,
+    "shared_storage": lambda v: not v,
+    "dp_shard": lambda v: v != "all",
+    "dp_replicate": lambda v: v != 1,
+    "reshard_after_forward": lambda v: not v,
+    "cpu_offload": bool,
+}
+"""Keys whose feature isn't built yet, each with the test that tells a value which would need it."""
+
+
+def _later(config: RunConfig) -> list[Problem]:
+    problems = []
+    for name, needs_it in LATER.items():
+        value = getattr(config, name)
+        if needs_it(value):
+            path = (name, "scope") if name == "compile" else (name,)
+            found = str(value.scope if name == "compile" else value)
+            found = found.lower() if isinstance(value, bool) else found
+            problems.append(Problem(path, f"{found} is not in this version of Legato"))
+    return problems
+
+
+def _is_set(config: RunConfig, key: str) -> bool:
+    section: Any = config
+    for name in key.split("."):
+        if name not in section.model_fields_set:
+            return False
+        section = getattr(section, name)
+    return True
+
+
+def inapplicable(config: RunConfig) -> set[str]:
+    """Dotted keys that mean nothing in this config, whether they are set or not."""
+    return {key for rule in ONLY_WITH if not rule.needed(config) for key in rule.keys}
+
+
+def check(config: RunConfig, *, unreadable: frozenset[str] = frozenset()) -> list[Problem]:
+    """Everything in ``config`` that contradicts, would be ignored, or waits for a later version.
+
+    Args:
+        config: Values that are right one by one.
+        unreadable: Top-level keys whose value in ``config`` is a stand-in; nothing is said of what
+            depends on them.
+    """
+    problems = [p for p in _later(config) if p.path[0] not in unreadable]
+    later = {p.path[0] for p in problems}
+    for rule in ONLY_WITH:
+        if unreadable.isdisjoint(rule.needs) and not rule.needed(config):
+            problems += [
+                Problem(tuple(key.split(".")), rule.otherwise)
+                for key in rule.keys
+                if _is_set(config, key) and key not in later and key.split(".")[0] not in unreadable
+            ]
+    for conflict in CONFLICTS:
+        if unreadable.isdisjoint(conflict.keys) and conflict.exists(config):
+            problems.append(Problem((conflict.keys[0],), conflict.message))
+    return problems
