@@ -44,6 +44,8 @@ class LocalStorage:
                 os.posix_fallocate(fd, 0, size_bytes)
             except OSError as error:
                 if error.errno not in _UNSUPPORTED:
+                    # ext4 keeps what it had reserved until the disk was full.
+                    os.ftruncate(fd, 0)
                     error.filename = path
                     raise
                 os.ftruncate(fd, size_bytes)
