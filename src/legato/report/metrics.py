@@ -1,0 +1,165 @@
+"""``metrics.jsonl``: one JSON object a line, one event an object. docs/metrics.md lists the events.
+
+The file is only added to. A run that goes on after a crash may write a step a second time: the
+``resume`` event before it names the step it went on from, and later lines replace earlier ones.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+_log = logging.getLogger(__name__)
+
+EventName = Literal["start", "resume", "step", "eval", "save", "save_failed", "stop", "end"]
+
+
+class Logger(Protocol):
+    """Somebody else's place for metrics, fed with the same events."""
+
+    name: str
+
+    def log(self, event: str, fields: Mapping[str, Any]) -> None:
+        """Take over one event; ``fields`` as given to :meth:`MetricsLog.write`."""
+
+    def close(self) -> None:
+        """Send what is left."""
+
+
+class MetricsLog:
+    """Appends events to a file and hands them on to loggers.
+
+    Metrics never end a run: a line that can't be written and a logger that fails are said once, as
+    a warning, and left out.
+
+    Args:
+        path: The file; made with its folder when absent. A last line without its end, left by a
+            crash, is removed.
+        loggers: Who else gets every event.
+        clock: Seconds since the epoch, for the field ``time``.
+
+    Raises:
+        OSError: The file can't be opened for writing.
+
+    Example:
+        >>> log = MetricsLog("/tmp/legato_metrics_example.jsonl", clock=lambda: 0.0)
+        >>> log.write("eval", step=3, eval_loss=float("nan"))
+        >>> log.close()
+        >>> Path("/tmp/legato_metrics_example.jsonl").read_text().splitlines()[-1]
+        '{"event": "eval", "time": 0.0, "step": 3, "eval_loss": null, "eval_loss_text": "nan"}'
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        loggers: Sequence[Logger] = (),
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.path = Path(path)
+        self._clock = clock
+        self._loggers = list(loggers)
+        self._is_failure_said = False
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # Unbuffered: a line is with the operating system when write() returns.
+        self._file = self.path.open("r+b" if self.path.exists() else "x+b", buffering=0)
+        self._end = _whole_lines_bytes(self._file.read())
+        self._file.truncate(self._end)
+
+    def write(self, event: EventName, **fields: Any) -> None:
+        """Append one event.
+
+        Args:
+            event: Its name.
+            **fields: JSON values. A float that isn't finite becomes null, and a second field with
+                ``_text`` after its name says which: ``"nan"``, ``"inf"`` or ``"-inf"``.
+
+        Raises:
+            TypeError: A field isn't a JSON value.
+        """
+        record = {"event": event, "time": self._clock()} | _json_fields(fields)
+        line = json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        self._append(line)
+        for logger in list(self._loggers):
+            try:
+                logger.log(event, fields)
+            except Exception as error:  # somebody else's service, any error of it
+                self._loggers.remove(logger)
+                _log.warning("%s gets no more metrics of this run: %s", logger.name, error)
+
+    def close(self) -> None:
+        """Close the file and the loggers; a second call does nothing."""
+        self._file.close()
+        loggers, self._loggers = self._loggers, []
+        for logger in loggers:
+            try:
+                logger.close()
+            except Exception as error:
+                _log.warning(
+                    "%s: closing failed, its last metrics may be lost: %s", logger.name, error
+                )
+
+    def _append(self, line: bytes) -> None:
+        try:
+            self._file.seek(self._end)
+            if self._file.write(line) != len(line):
+                raise OSError("the line was written in part: is the disk full?")
+        except OSError as error:
+            self._drop_part()
+            if not self._is_failure_said:
+                self._is_failure_said = True
+                _log.warning("%s: metrics are being lost: %s", self.path, error)
+        else:
+            self._end += len(line)
+            self._is_failure_said = False
+
+    def _drop_part(self) -> None:
+        """Cut what a failed write may have left; the next line begins at the same place anyway."""
+        try:
+            self._file.truncate(self._end)
+        except OSError:
+            _log.debug("%s can't be cut to its last whole line", self.path)
+
+
+def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """The events of a ``metrics.jsonl``, also of one that is being written.
+
+    Args:
+        path: The file.
+
+    Yields:
+        dict[str, Any]: One event after another; a line that isn't a whole JSON object is left out.
+    """
+    with Path(path).open("rb") as file:
+        for line in file:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict):
+                yield event
+
+
+def _whole_lines_bytes(content: bytes) -> int:
+    """Length of the part that ends with a line end."""
+    return content.rfind(b"\n") + 1
+
+
+def _json_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """``fields`` without NaN and infinities, which aren't JSON."""
+    result: dict[str, Any] = {}
+    for name, value in fields.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            result[name] = None
+            result[f"{name}_text"] = str(float(value))
+        elif isinstance(value, Mapping):
+            result[name] = _json_fields(value)
+        else:
+            result[name] = value
+    return result
