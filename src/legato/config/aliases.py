@@ -1,7 +1,7 @@
 """Other spellings of our keys, and advice for keys that other trainers have.
 
-Aliases are resolved within one layer (the file; the command line) before layers are merged, so that
-a command line may use either spelling of what a file says. Both spellings in one layer are an error.
+Aliases are resolved within one layer (the file; the command line) before layers are merged: a
+command line may use either spelling of what a file says. Both in one layer are an error.
 """
 
 from __future__ import annotations

@@ -18,6 +18,8 @@ class ConfigFile:
 
     name: str
     """Last part of its path, without the ending."""
+    output_dir: str
+    """Where its run goes if nothing else is said."""
     label: str
     """How errors call it."""
     text: str
@@ -48,11 +50,13 @@ def find_config(name_or_path: str) -> ConfigFile:
         ConfigError: Neither exists, or the file isn't UTF-8 text.
     """
     path = Path(name_or_path)
+    output_dir = f"out/{path.stem}"
     if not path.is_file():
         packaged = hub_path(name_or_path)
         if packaged is None:
             raise ConfigError(_not_found(name_or_path))
-        path = packaged
+        # With the family: two of them have a 7B.
+        path, output_dir = packaged, f"out/{name_or_path}"
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -62,7 +66,7 @@ def find_config(name_or_path: str) -> ConfigFile:
         ) from error
     except OSError as error:
         raise ConfigError(f"{name_or_path}: can't be read: {error.strerror}") from error
-    return ConfigFile(path.stem, name_or_path, text)
+    return ConfigFile(path.stem, output_dir, name_or_path, text)
 
 
 def _not_found(name_or_path: str) -> str:

@@ -179,12 +179,12 @@ def unknown_key_advice(path: Path) -> str:
         siblings += list(ALIASES)
     if word in ADVICE:
         return f". {ADVICE[word][0].upper()}{ADVICE[word][1:]}"
-    near = did_you_mean(word, siblings)
-    if near:
-        return near
     elsewhere = [key.name for key in schema_keys() if key.path[-1] == word and "*" not in key.path]
     if elsewhere:
         return f". Did you mean {elsewhere[0]}?"
+    near = did_you_mean(word, siblings)
+    if near:
+        return near
     if len(path) > 1 and siblings:
         return f". Keys of {dotted(path[:-1])}: {', '.join(siblings)}"
     return ""

@@ -6,6 +6,8 @@ the key as it was spelled, what was expected and what was found.
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +19,7 @@ from pydantic import ValidationError
 
 from legato.config import catalog, rules
 from legato.config.aliases import (
+    ADVICE,
     COMPONENT,
     COMPONENT_ADVICE,
     resolve_file,
@@ -30,6 +33,7 @@ from legato.config.source import Layer, Override, Path, read_override, read_yaml
 from legato.errors import ConfigError
 
 COMMAND_LINE = "command line"
+NO_IMPORTS = "a config can't name Python code to import"
 
 
 @dataclass
@@ -52,6 +56,11 @@ class Origins:
         for old in [p for p in self.places if p[: len(path)] == path]:
             del self.places[old]
         self.places[path] = COMMAND_LINE
+
+    def line_of(self, told: str) -> int:
+        """Sorts what was told by line; what has none, such as the command line, comes last."""
+        found = re.match(r":(\d+):", told.removeprefix(self.file_name))
+        return int(found[1]) if found else sys.maxsize
 
     def tell(self, problem: Problem) -> str:
         """The problem as one line."""
@@ -88,17 +97,17 @@ def load_config(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedConfi
     if layer.problems and not layer.data:
         raise ConfigError([f"{layer.name}: {problem}" for problem in layer.problems])
     origins = Origins(entry.label)
-    problems = _prepare_file(layer, origins)
+    told, unreadable = _prepare_file(layer, origins)
     values = OmegaConf.create(layer.data)
-    problems += _apply(values, overrides, origins)
+    told += _apply(values, overrides, origins)
     if "output_dir" not in values:
-        values["output_dir"] = f"out/{entry.name}"
-    resolved, unreadable = _resolve(values)
-    problems += [origins.tell(problem) for problem in unreadable]
-    config, found = validate(resolved, skip=frozenset(str(p.path[0]) for p in unreadable))
-    problems += [origins.tell(problem) for problem in found]
-    if problems or config is None:
-        raise ConfigError(problems)
+        values["output_dir"] = entry.output_dir
+    resolved, unresolved = _resolve(values)
+    unreadable |= {str(problem.path[0]) for problem in unresolved}
+    config, found = validate(resolved, skip=frozenset(unreadable))
+    told += [origins.tell(problem) for problem in unresolved + found]
+    if told or config is None:
+        raise ConfigError(sorted(told, key=origins.line_of))
     return LoadedConfig(config, entry.name, dump_yaml(config), origins)
 
 
@@ -145,18 +154,16 @@ def dump_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
 
 
-def _prepare_file(layer: Layer, origins: Origins) -> list[str]:
-    """Take out import paths, resolve aliases; returns what is wrong so far."""
-    told: list[str] = []
-    for problem in layer.problems:
-        told.append(f"{layer.place(problem.path)}: {problem}")
-    components = _take_components(layer.data)
-    told += [f"{layer.place(problem.path)}: {problem}" for problem in components]
+def _prepare_file(layer: Layer, origins: Origins) -> tuple[list[str], set[str]]:
+    """Take out import paths, resolve aliases: what is wrong so far, and in which keys."""
+    problems = layer.problems + _take_components(layer.data)
     layer.problems = []
+    unreadable = {str(problem.path[0]) for problem in problems if problem.path}
+    told = [f"{layer.place(problem.path)}: {problem}" for problem in problems]
     resolve_file(layer, origins.spellings)
     told += [f"{layer.place(problem.path)}: {problem}" for problem in layer.problems]
     origins.places = {path: f"{layer.name}:{line}" for path, line in layer.lines.items()}
-    return told
+    return told, unreadable
 
 
 def _take_components(data: dict[str, Any]) -> list[Problem]:
@@ -167,10 +174,8 @@ def _take_components(data: dict[str, Any]) -> list[Problem]:
         if path is not None:
             del data[name]
             advice = COMPONENT_ADVICE.get(name)
-            say = f"write {advice}" if advice else unknown_key_advice((name,)).removeprefix(". ")
-            problems.append(
-                Problem(path, f"a config can't name Python code to import; {say or 'leave it out'}")
-            )
+            say = f"write {advice}" if advice else ADVICE.get(name, "leave it out")
+            problems.append(Problem(path, f"{NO_IMPORTS}; {say}"))
     return problems
 
 
@@ -196,14 +201,12 @@ def _apply(values: DictConfig, arguments: Sequence[str], origins: Origins) -> li
         if isinstance(override, Problem):
             layer.problems.append(override)
         elif COMPONENT in override.path:
-            layer.problems.append(
-                Problem((), f"{argument}: a config can't name Python code to import")
-            )
+            layer.problems.append(Problem((), f"{argument}: {NO_IMPORTS}"))
         else:
             overrides.append(override)
     spellings: dict[Path, str] = {}
     for override in resolve_overrides(overrides, layer, spellings):
-        problem = _remove(values, override) if override.remove else _set(values, override)
+        problem = _remove(values, override) if override.remove else _set(values, override, origins)
         if problem is not None:
             layer.problems.append(problem)
         origins.overridden(override.path)
@@ -213,7 +216,7 @@ def _apply(values: DictConfig, arguments: Sequence[str], origins: Origins) -> li
     return [f"{COMMAND_LINE}: {problem}" for problem in layer.problems]
 
 
-def _set(values: DictConfig, override: Override) -> Problem | None:
+def _set(values: DictConfig, override: Override, origins: Origins) -> Problem | None:
     node: Any = values
     for depth, part in enumerate(override.path):
         is_last = depth == len(override.path) - 1
@@ -230,9 +233,9 @@ def _set(values: DictConfig, override: Override) -> Problem | None:
                 values, dotted(override.path), override.value, merge=False, force_add=True
             )
             return None
-        child = OmegaConf.select(node, str(name))
-        if not OmegaConf.is_config(child):
+        if not OmegaConf.is_config(OmegaConf.select(node, str(name))):
             node[name] = {}
+            origins.overridden(override.path[: depth + 1])
         node = node[name]
     return None
 

@@ -1,8 +1,8 @@
 """YAML as text with places: what was typed, and on which line.
 
 Every plain scalar stays the text that was typed (``null`` and ``None`` excepted); the schema
-decides whether ``012`` is a name or a number. Anchors, tags and duplicate keys are refused: a config
-is a plain tree, and reading one can't run code.
+decides whether ``012`` is a name or a number. Anchors, tags and duplicate keys are refused: a
+config is a plain tree, and reading one can't run code.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _TextLoader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - a table that PyYAML looks up here
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        event: Any = self.peek_event()  # type: ignore[no-untyped-call] - PyYAML's parser has no hints
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]  # no hints there
         anchor = getattr(event, "anchor", None)
         if anchor is not None:
             raise yaml.composer.ComposerError(

@@ -1,8 +1,8 @@
 """Field types of a config: what the text that a person typed means is decided by the field.
 
 A config file is read with every plain scalar left as text (see :mod:`legato.config.source`):
-``012``, ``1:30``, ``off`` and ``yes`` reach a text field as they were typed, while a number field or
-a switch reads the same text as a number or a switch. Values given from Python are taken as well.
+``012``, ``1:30``, ``off`` and ``yes`` reach a text field as they were typed, while a number field
+or a switch reads the same text as a number or a switch. Values given from Python are taken as well.
 """
 
 from __future__ import annotations
