@@ -1,0 +1,355 @@
+"""From a row's columns to an ``Example``: alpaca, messages, sharegpt, prompt_completion, text."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from legato.data.sources import Row
+from legato.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetSpec:
+    """One data set of a config.
+
+    Attributes:
+        path: A file, a glob, a folder or a hub name.
+        type: A key of ``FORMATS``; None: told from the columns.
+        columns: Our column name: the file's.
+        split: Of a hub data set.
+        weight: How many times each row appears in an epoch.
+    """
+
+    path: str
+    type: str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    split: str | None = None
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation.
+
+    Attributes:
+        role: system, user or assistant.
+        content: Its text.
+        is_trained: What the row itself says (a weight); None: by role.
+        reasoning: The thinking before the answer, where the row keeps it apart.
+    """
+
+    role: str
+    content: str
+    is_trained: bool | None = None
+    reasoning: str | None = None
+
+    def for_template(self) -> dict[str, str]:
+        """As chat templates expect it."""
+        message = {"role": self.role, "content": self.content}
+        return (
+            message if self.reasoning is None else message | {"reasoning_content": self.reasoning}
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """What a row says, free of its format: a conversation, or plain text."""
+
+    sample_id: str
+    where: str
+    messages: tuple[Message, ...] = ()
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A shape of rows.
+
+    Attributes:
+        required: Columns that every row has.
+        optional: Columns that a row may have.
+        convert: Columns under our names -> messages, or the text.
+    """
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    convert: Callable[[Mapping[str, Any]], tuple[Message, ...] | str]
+
+
+ROLES = ("system", "user", "assistant")
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "system": "system",
+}
+TOOL_ROLES = ("tool", "function", "function_call", "observation", "function_response", "ipython")
+
+
+def detect_format(columns: Mapping[str, Any], *, where: str) -> tuple[str, dict[str, str]]:
+    """Tell the format from one row's columns.
+
+    Args:
+        columns: The row.
+        where: Of the row, for the message.
+
+    Returns:
+        A key of ``FORMATS``, and the mapping that goes with it (a ``conversations`` column may hold
+        messages with ``role`` and ``content``).
+
+    Raises:
+        DataError: Nothing fits; names the columns and what the formats need.
+    """
+    for column in ("messages", "conversations"):
+        turns = columns.get(column)
+        if isinstance(turns, list) and turns and isinstance(turns[0], dict):
+            if "role" in turns[0]:
+                return "messages", {} if column == "messages" else {"messages": column}
+            if "from" in turns[0]:
+                return "sharegpt", {} if column == "conversations" else {"conversations": column}
+    for name in ("prompt_completion", "alpaca", "text"):
+        if all(column in columns for column in FORMATS[name].required):
+            return name, {}
+    needs = "; ".join(f"{name}: {', '.join(each.required)}" for name, each in FORMATS.items())
+    raise DataError(
+        f"{where}: can't tell the format from the columns {_listed(columns)}. The formats need "
+        f"{needs}. "
+        "Set type, and map the columns, for example: "
+        "type: prompt_completion, columns: {prompt: question, completion: answer}",
+        path=where,
+        columns=tuple(columns),
+    )
+
+
+def check_columns(
+    name: str, mapping: Mapping[str, str], columns: Mapping[str, Any], *, where: str
+) -> None:
+    """Refuse a mapping, or a first row, that can't fit the format.
+
+    Args:
+        name: A key of ``FORMATS``.
+        mapping: Our column name: the file's.
+        columns: The first row.
+        where: Of that row, for the message.
+
+    Raises:
+        DataError: An unknown format, an unknown name in the mapping, a column that isn't there.
+    """
+    if name not in FORMATS:
+        raise DataError(
+            f"{where}: unknown format {name!r}. Known: {', '.join(FORMATS)}", path=where
+        )
+    shape = FORMATS[name]
+    known = shape.required + shape.optional
+    for ours in mapping:
+        if ours not in known:
+            raise DataError(
+                f"{where}: columns.{ours}: a {name} row has no {ours!r}. It has {', '.join(known)}",
+                path=where,
+            )
+    missing = [mapping.get(ours, ours) for ours in shape.required]
+    missing += [theirs for ours, theirs in mapping.items() if ours not in shape.required]
+    missing = [theirs for theirs in missing if theirs not in columns]
+    if missing:
+        near = difflib.get_close_matches(missing[0], list(columns), n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        first = next((ours for ours in known if mapping.get(ours, ours) == missing[0]), missing[0])
+        raise DataError(
+            f"{where}: no column {missing[0]!r}; there are {_listed(columns)}.{hint} "
+            f"Map it: columns: {{{first}: <name in the file>}}",
+            path=where,
+            column=missing[0],
+            columns=tuple(columns),
+        )
+
+
+def convert_row(row: Row, name: str, mapping: Mapping[str, str]) -> Example:
+    """One row as an example.
+
+    Args:
+        row: The row.
+        name: A key of ``FORMATS``.
+        mapping: Our column name: the file's.
+
+    Returns:
+        A conversation, or plain text.
+
+    Raises:
+        DataError: The row doesn't fit its format; names the row and what is wrong.
+    """
+    shape = FORMATS[name]
+    values: dict[str, Any] = {}
+    for ours in shape.required + shape.optional:
+        theirs = mapping.get(ours, ours)
+        if theirs in row.columns:
+            values[ours] = row.columns[theirs]
+        elif ours in shape.required:
+            raise DataError(
+                f"{row.where}: no column {theirs!r}; there are {_listed(row.columns)}",
+                path=row.where,
+            )
+    try:
+        if row.columns.get("tools") not in (None, "", "[]", "null", []):
+            raise ValueError("tools: tool calls aren't in this version")
+        made = shape.convert(values)
+        texts = [made] if isinstance(made, str) else [m.content + (m.reasoning or "") for m in made]
+        for text in texts:
+            _check_encodable(text)
+    except ValueError as error:
+        raise DataError(f"{row.where}: {error}", path=row.where) from None
+    if isinstance(made, str):
+        return Example(row.sample_id, row.where, text=made)
+    return Example(row.sample_id, row.where, messages=made)
+
+
+def _check_encodable(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"half of a surrogate pair ({text[error.start]!a}) at position {error.start + 1}: not "
+            "a character"
+        ) from None
+
+
+def _alpaca(values: Mapping[str, Any]) -> tuple[Message, ...]:
+    parts = [_text(values["instruction"], "instruction"), _text(values.get("input") or "", "input")]
+    messages = _system(values)
+    for number, pair in enumerate(values.get("history") or [], start=1):
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise ValueError(f"history: entry {number} isn't a pair [instruction, answer]")
+        messages.append(Message("user", _text(pair[0], "history")))
+        messages.append(Message("assistant", _text(pair[1], "history")))
+    messages.append(Message("user", "\n\n".join(part for part in parts if part)))
+    messages.append(Message("assistant", _text(values["output"], "output")))
+    return tuple(messages)
+
+
+def _prompt_completion(values: Mapping[str, Any]) -> tuple[Message, ...]:
+    messages = _system(values)
+    prompt, completion = values["prompt"], values["completion"]
+    if _is_turns(prompt):
+        messages += [_message(m, number, trained=False) for number, m in enumerate(prompt, start=1)]
+    else:
+        messages.append(Message("user", _text(prompt, "prompt", as_json=True)))
+    if _is_turns(completion):
+        messages += [_message(m, number) for number, m in enumerate(completion, start=1)]
+    else:
+        messages.append(Message("assistant", _text(completion, "completion", as_json=True)))
+    return tuple(messages)
+
+
+def _is_turns(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in value)
+    )
+
+
+def _messages(values: Mapping[str, Any]) -> tuple[Message, ...]:
+    turns = values["messages"]
+    if not isinstance(turns, list) or not turns:
+        raise ValueError("messages: expected a list of at least one message")
+    return tuple(_message(turn, number) for number, turn in enumerate(turns, start=1))
+
+
+def _message(turn: object, number: int, *, trained: bool | None = None) -> Message:
+    where = f"message {number}"
+    if not isinstance(turn, dict):
+        raise ValueError(f"{where} is a {type(turn).__name__}, not an object with role and content")
+    role = turn.get("role")
+    if role in TOOL_ROLES or turn.get("tool_calls"):
+        raise ValueError(f"{where}: tool calls aren't in this version")
+    if role not in ROLES:
+        raise ValueError(f"{where}: unknown role {role!r}. Known: {', '.join(ROLES)}")
+    content = turn.get("content")
+    if isinstance(content, list):
+        content = "".join(_part(part, where) for part in content)
+    reasoning = next(
+        (turn[key] for key in ("reasoning_content", "reasoning", "thinking") if turn.get(key)), None
+    )
+    weights = [turn[key] for key in ("weight", "loss_weight") if turn.get(key) is not None]
+    if any(weight not in (0, 1) for weight in weights):
+        raise ValueError(
+            f"{where}: weight {weights[0]!r}; 0 (not trained) and 1 (trained) are known"
+        )
+    return Message(
+        role=str(role),
+        content=_text(content, f"{where}: content"),
+        is_trained=trained if not weights else bool(weights[0]),
+        reasoning=None if reasoning is None else _text(reasoning, f"{where}: reasoning"),
+    )
+
+
+def _part(part: object, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, dict) and part.get("type") == "text":
+        return _text(part.get("text"), where)
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    raise ValueError(f"{where}: a part of type {kind!r}; only text can be trained on")
+
+
+def _sharegpt(values: Mapping[str, Any]) -> tuple[Message, ...]:
+    turns = values["conversations"]
+    if not isinstance(turns, list) or not turns:
+        raise ValueError("conversations: expected a list of at least one turn")
+    messages = _system(values)
+    for number, turn in enumerate(turns, start=1):
+        if not isinstance(turn, dict) or "from" not in turn:
+            raise ValueError(f"conversations: turn {number} isn't an object with from and value")
+        sender = turn["from"]
+        if sender in TOOL_ROLES:
+            raise ValueError(
+                f"conversations: turn {number}: tool calls ({sender}) aren't in this version"
+            )
+        if sender not in SHAREGPT_ROLES:
+            raise ValueError(
+                f"conversations: turn {number}: unknown role {sender!r}. Known: "
+                f"{', '.join(SHAREGPT_ROLES)}"
+            )
+        named = {key: turn[key] for key in ("weight", "loss_weight") if key in turn}
+        message = {"role": SHAREGPT_ROLES[sender], "content": turn.get("value"), **named}
+        messages.append(_message(message, number))
+    return tuple(messages)
+
+
+def _system(values: Mapping[str, Any]) -> list[Message]:
+    return [Message("system", _text(values["system"], "system"))] if values.get("system") else []
+
+
+def _text(value: object, what: str, *, as_json: bool = False) -> str:
+    if isinstance(value, str):
+        return value
+    if value is None:
+        raise ValueError(f"{what} is null; expected text")
+    if as_json:
+        return json.dumps(value, ensure_ascii=False, default=str)
+    raise ValueError(f"{what} is a {type(value).__name__}; expected text")
+
+
+def _listed(columns: Mapping[str, Any]) -> str:
+    return ", ".join(repr(name) for name in columns) or "none"
+
+
+FORMATS: Mapping[str, Format] = MappingProxyType(
+    {
+        "alpaca": Format(("instruction", "output"), ("input", "system", "history"), _alpaca),
+        "messages": Format(("messages",), (), _messages),
+        "sharegpt": Format(("conversations",), ("system",), _sharegpt),
+        "prompt_completion": Format(("prompt", "completion"), ("system",), _prompt_completion),
+        "text": Format(("text",), (), lambda values: _text(values["text"], "text")),
+    }
+)

@@ -1,0 +1,231 @@
+"""Tokenized samples, held as columns: a few arrays, not one Python object for each row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens = npt.NDArray[np.int32]
+Mask = npt.NDArray[np.bool_]
+Indices = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One row for the model.
+
+    Attributes:
+        input_ids: Token ids, int32 ``[T]``.
+        trained: Bool ``[T]``; ``trained[t]`` means that the model must produce token ``t``. The
+            first token is never trained: nothing comes before it.
+        sample_id: Where the sample came from, ``orders.jsonl:17``; a conversation's turn that had
+            to become a sample of its own ends in ``#`` and the number of the message.
+    """
+
+    input_ids: Tokens
+    trained: Mask
+    sample_id: str
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Tokens that count in the loss."""
+        return int(np.count_nonzero(self.trained[1:]))
+
+
+class Tally:
+    """Counts things that happened to samples, and remembers the first few by id.
+
+    Attributes:
+        counts: Sentence -> how often.
+        examples: Sentence -> ids of the first few.
+    """
+
+    NAMED_AT_MOST = 3
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self.examples: dict[str, list[str]] = {}
+
+    def add(self, sentence: str, sample_id: str) -> None:
+        """One more sample that ``sentence`` is true of."""
+        self.counts[sentence] = self.counts.get(sentence, 0) + 1
+        named = self.examples.setdefault(sentence, [])
+        if len(named) < self.NAMED_AT_MOST:
+            named.append(sample_id)
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetReport:
+    """What became of one data set's rows.
+
+    Attributes:
+        path: As given in the config.
+        type: The format.
+        detected: True if the format was found by looking at the columns.
+        num_rows: Rows read, bad ones included.
+        num_samples: Samples kept.
+        num_tokens: Their tokens.
+        num_loss_tokens: Tokens that the model is trained to produce.
+        counts: Sentence -> how many samples it is true of: what was dropped, cut, split, skipped.
+        examples: Sentence -> ids of the first few.
+    """
+
+    path: str
+    type: str
+    detected: bool
+    num_rows: int
+    num_samples: int
+    num_tokens: int
+    num_loss_tokens: int
+    counts: dict[str, int]
+    examples: dict[str, list[str]]
+
+    def lines(self) -> list[str]:
+        """The report as text, one line per fact, the totals first."""
+        how = "detected from its columns" if self.detected else "as configured"
+        share = self.num_loss_tokens / max(1, self.num_tokens)
+        lines = [
+            f"{self.path}: {self.type} ({how}), {self.num_rows:,} rows, {self.num_samples:,} "
+            "samples, "
+            f"{self.num_tokens:,} tokens, {share:.0%} of them trained"
+        ]
+        for sentence, count in self.counts.items():
+            named = self.examples[sentence]
+            more = ", ..." if count > len(named) else ""
+            lines.append(f"{self.path}: {count:,} {sentence} ({', '.join(named)}{more})")
+        return lines
+
+
+@dataclass(frozen=True, slots=True)
+class DataReport:
+    """What became of all rows.
+
+    Attributes:
+        datasets: One report for each data set, in the config's order.
+        notes: Facts about the template, said once.
+        warnings: What the person should look at before training on this.
+    """
+
+    datasets: tuple[DatasetReport, ...]
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """The report as text: notes, data sets, warnings."""
+        return [
+            *self.notes,
+            *(line for each in self.datasets for line in each.lines()),
+            *self.warnings,
+        ]
+
+
+@dataclass(frozen=True)
+class TokenizedData:
+    """Samples as columns; ``len(data)``, ``data[i]``, and any subset without copying a token.
+
+    Attributes:
+        tokens: Every sample's ids, one after the other, int32.
+        trained: Same length, bool.
+        starts: Index in ``tokens`` of each sample's first token, int64 ``[N]``.
+        lengths: Tokens of each sample, int64 ``[N]``.
+        id_bytes: The sample ids in UTF-8, one after the other.
+        id_starts: Offsets of each sample's id in ``id_bytes``, int64 ``[N]``.
+        id_ends: Where each id ends, int64 ``[N]``.
+        rows: Number of the source row over all data sets, int64 ``[N]``; samples that were made
+            from one row share it.
+        datasets: Number of each sample's data set, int64 ``[N]``.
+        weights: How many times a row of each data set appears in an epoch.
+        report: What became of the rows.
+    """
+
+    tokens: Tokens
+    trained: Mask
+    starts: Indices
+    lengths: Indices
+    id_bytes: bytes
+    id_starts: Indices
+    id_ends: Indices
+    rows: Indices
+    datasets: Indices
+    weights: tuple[float, ...]
+    report: DataReport
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> Sample:
+        start, length = int(self.starts[index]), int(self.lengths[index])
+        return Sample(
+            input_ids=self.tokens[start : start + length],
+            trained=self.trained[start : start + length],
+            sample_id=self.sample_id(index),
+        )
+
+    def sample_id(self, index: int) -> str:
+        """The id of one sample, without touching its tokens."""
+        return self.id_bytes[int(self.id_starts[index]) : int(self.id_ends[index])].decode()
+
+    def select(self, indices: Sequence[int] | Indices) -> TokenizedData:
+        """The given samples, in the given order; shares the tokens."""
+        chosen = np.asarray(indices, dtype=np.int64)
+        return replace(
+            self,
+            starts=self.starts[chosen],
+            lengths=self.lengths[chosen],
+            id_starts=self.id_starts[chosen],
+            id_ends=self.id_ends[chosen],
+            rows=self.rows[chosen],
+            datasets=self.datasets[chosen],
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens over all samples."""
+        return int(self.lengths.sum())
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Trained tokens over all samples."""
+        before = np.concatenate([[0], np.cumsum(self.trained, dtype=np.int64)])
+        return int((before[self.starts + self.lengths] - before[self.starts]).sum())
+
+
+class SampleColumns:
+    """Grows a ``TokenizedData`` sample by sample."""
+
+    def __init__(self) -> None:
+        self._tokens: list[Tokens] = []
+        self._trained: list[Mask] = []
+        self._ids: list[bytes] = []
+        self._rows: list[int] = []
+        self._datasets: list[int] = []
+
+    def append(self, sample: Sample, *, row: int, dataset: int) -> None:
+        """Add a sample made from source row ``row`` of data set number ``dataset``."""
+        self._tokens.append(sample.input_ids)
+        self._trained.append(sample.trained)
+        self._ids.append(sample.sample_id.encode())
+        self._rows.append(row)
+        self._datasets.append(dataset)
+
+    def finish(self, *, weights: Iterable[float], report: DataReport) -> TokenizedData:
+        """All samples so far as columns."""
+        lengths = np.array([len(tokens) for tokens in self._tokens], dtype=np.int64)
+        id_lengths = np.array([len(each) for each in self._ids], dtype=np.int64)
+        id_ends = np.cumsum(id_lengths)
+        return TokenizedData(
+            tokens=np.concatenate([np.empty(0, np.int32), *self._tokens]),
+            trained=np.concatenate([np.empty(0, np.bool_), *self._trained]),
+            starts=np.cumsum(lengths) - lengths,
+            lengths=lengths,
+            id_bytes=b"".join(self._ids),
+            id_starts=id_ends - id_lengths,
+            id_ends=id_ends,
+            rows=np.array(self._rows, dtype=np.int64),
+            datasets=np.array(self._datasets, dtype=np.int64),
+            weights=tuple(weights),
+            report=report,
+        )

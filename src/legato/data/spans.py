@@ -1,0 +1,200 @@
+"""Where in a rendered conversation the assistant's words are, for any chat template.
+
+No template is known by name. The definition: the model is trained on exactly what it must produce
+after the text that inference gives it. So a turn begins where the generation prompt of the turns
+before it ends, and it ends where two renders that differ only in its content become equal again. A
+turn for which that can't hold in the joint text becomes a text of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from legato.data.formats import Message
+
+# Two strings that no text contains and no template changes; two, so that a template can't be fitted
+# to one.
+PROBES = ("Qz7probeKw3x", "Jx4querryVb9")
+THINK_TAGS = re.compile(r"</?think>")
+
+Render = Callable[[Sequence[Message], bool], str]
+"""(messages, add_generation_prompt) -> text."""
+
+
+class Split(StrEnum):
+    """Why a turn can't be trained inside the joint text."""
+
+    PROMPT = "the template renders the turns before it otherwise than at inference"
+    CONTENT = "the template leaves out a part of it once other turns follow"
+
+
+class TemplateProblem(ValueError):
+    """The assistant's part can't be told from this template and this row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A part of a text that is trained, in characters.
+
+    Attributes:
+        start: First character.
+        end: After the last character of the content; the stop token follows.
+        message: Number of the message, from 0.
+        has_stop: True for what the model produces: then a stop token must follow and is trained
+            too.
+    """
+
+    start: int
+    end: int
+    message: int
+    has_stop: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedText:
+    """A text to tokenize once, and what is trained in it.
+
+    Attributes:
+        text: The rendered conversation.
+        spans: Trained parts, in order.
+        split: Why this is one turn's own text; None for the joint text.
+    """
+
+    text: str
+    spans: tuple[Span, ...]
+    split: Split | None = None
+
+
+def plan_texts(
+    messages: Sequence[Message], *, trained: Iterable[int], render: Render
+) -> list[PlannedText]:
+    """The texts that train the given turns.
+
+    Args:
+        messages: The conversation.
+        trained: Numbers, from 0, of the messages to train.
+        render: The chat template.
+
+    Returns:
+        The joint text first (absent if every trained turn had to leave it), then one for each turn
+        that did.
+
+    Raises:
+        TemplateProblem: The template drops, repeats or changes a turn.
+    """
+    joint = render(messages, False)
+    spans: list[Span] = []
+    alone: list[PlannedText] = []
+    for i in trained:
+        if messages[i].role != "assistant":
+            spans.append(_given_span(joint, messages, i, render))
+            continue
+        found = _answer_span(joint, messages, i, render)
+        if isinstance(found, Span):
+            spans.append(found)
+        else:
+            alone.append(_text_of_turn(messages, i, render, found))
+    if spans or not alone:
+        alone.insert(0, PlannedText(joint, tuple(spans)))
+    return alone
+
+
+def _answer_span(text: str, messages: Sequence[Message], i: int, render: Render) -> Span | Split:
+    prompt = _prompt(messages, i, render)
+    _, after = _around(messages, i, render)
+    if not text.startswith(prompt):
+        return Split.PROMPT
+    start, end = len(prompt), len(text) - len(after)
+    if end < start or not text.endswith(after) or not _holds(text[start:end], messages[i]):
+        return Split.CONTENT
+    return Span(start, end, i)
+
+
+def _prompt(messages: Sequence[Message], i: int, render: Render) -> str:
+    """The text that inference gives the model before it answers message ``i``."""
+    if i == 0:
+        raise TemplateProblem("message 1 is the assistant's: there is no prompt that it answers")
+    return render(messages[:i], True)
+
+
+def _around(messages: Sequence[Message], i: int, render: Render) -> tuple[str, str]:
+    """What the template writes before and after the content of message ``i``, found by probes."""
+    found = []
+    for probe in PROBES:
+        parts = render(
+            [*messages[:i], replace(messages[i], content=probe), *messages[i + 1 :]], False
+        ).split(probe)
+        if len(parts) != 2:
+            did = "leaves out" if len(parts) == 1 else "repeats"
+            raise TemplateProblem(f"the template {did} message {i + 1} ({messages[i].role})")
+        found.append((parts[0], parts[1]))
+    if found[0] != found[1]:
+        raise TemplateProblem(
+            f"the template writes message {i + 1} ({messages[i].role}) depending on its words"
+        )
+    return found[0]
+
+
+def _pieces(message: Message) -> list[str]:
+    """What must be in the rendered turn; in pieces, as templates move thinking about."""
+    pieces = [message.reasoning or "", *THINK_TAGS.split(message.content)]
+    return [piece.strip() for piece in pieces if piece.strip()]
+
+
+def _holds(body: str, message: Message) -> bool:
+    position = 0
+    for piece in _pieces(message):
+        found = body.find(piece, position)
+        if found < 0:
+            return False
+        position = found + len(piece)
+    return True
+
+
+def _given_span(text: str, messages: Sequence[Message], i: int, render: Render) -> Span:
+    """The content of a turn that the model reads; trained only where ``roles_to_train`` says so."""
+    before, after = _around(messages, i, render)
+    end = len(text) - len(after)
+    if not text.startswith(before) or not text.endswith(after) or end < len(before):
+        raise TemplateProblem(
+            f"message {i + 1} ({messages[i].role}) can't be found in what the template makes of it"
+        )
+    return Span(len(before), end, i, has_stop=False)
+
+
+def _text_of_turn(
+    messages: Sequence[Message], i: int, render: Render, reason: Split
+) -> PlannedText:
+    """Turn ``i`` as the answer to exactly what inference gives before it."""
+    head = messages[: i + 1]
+    text = render(head, False)
+    found = _answer_span(text, head, i, render)
+    if isinstance(found, Span):
+        return PlannedText(text, (found,), reason)
+    prompt = _prompt(messages, i, render)
+    before, after = _around(head, i, render)
+    rendered = text[len(before) : len(text) - len(after)]
+    as_rendered = text.startswith(before) and text.endswith(after) and _holds(rendered, messages[i])
+    body = _lead(prompt, before, messages[:i]) + (rendered if as_rendered else messages[i].content)
+    if not _holds(body, messages[i]):
+        raise TemplateProblem(
+            f"message {i + 1} has reasoning_content, and the template never writes it. "
+            "Move it into the content, or use a template that knows it"
+        )
+    end = len(prompt) + len(body)
+    return PlannedText(prompt + body + after, (Span(len(prompt), end, i),), reason)
+
+
+def _lead(prompt: str, before: str, earlier: Sequence[Message]) -> str:
+    """What the template writes between generation prompt and content: Mistral's space, for one.
+
+    Both texts end with what follows the last message before the turn; where the training text goes
+    on after that, the rest belongs to the answer.
+    """
+    anchor = earlier[-1].content.strip()
+    header = prompt[prompt.rfind(anchor) :]
+    opened = before[before.rfind(anchor) :]
+    return opened[len(header) :] if anchor and opened.startswith(header) else ""
