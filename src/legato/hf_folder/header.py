@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -48,6 +49,7 @@ FORMAT_METADATA: Mapping[str, str] = {"format": "pt"}
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library refuses more
 
+_MAX_DIMS = 64
 _LENGTH = struct.Struct("<Q")
 
 
@@ -176,8 +178,8 @@ def read_header(storage: Storage, path: str) -> Header:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(k for k in keys if keys.count(k) > 1)!r} appears twice")
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {key!r:.200} appears twice")
     for key in found:
         key.encode("utf-8")  # a lone surrogate isn't text: UnicodeEncodeError is a ValueError
     return found
@@ -189,24 +191,34 @@ def _no_constant(text: str) -> NoReturn:
 
 def _entry(path: str, key: str, value: Any, data_start: int) -> TensorEntry:
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        _refuse(path, f"{key!r} should have dtype, shape and data_offsets, and nothing else")
+        _refuse(path, f"{key!r:.200} should have dtype, shape and data_offsets, and nothing else")
     dtype = DTYPES.get(value["dtype"]) if isinstance(value["dtype"], str) else None
     if dtype is None:
-        _refuse(path, f"{key!r} is of dtype {value['dtype']!r}, which Legato doesn't know")
+        _refuse(
+            path, f"{key!r:.200} is of dtype {value['dtype']!r:.200}, which Legato doesn't know"
+        )
     shape, offsets = value["shape"], value["data_offsets"]
-    if not _is_counts(shape):
-        _refuse(path, f"{key!r} has the shape {shape!r}")
+    # torch can't hold more elements or dims; unchecked, a product of them could take for ever.
+    if not _is_counts(shape) or len(shape) > _MAX_DIMS or _extent(shape) >= 2**63:
+        _refuse(path, f"{key!r:.200} has the shape {shape!r:.200}")
     if not _is_counts(offsets) or len(offsets) != 2:
-        _refuse(path, f"{key!r} has the data_offsets {offsets!r}")
+        _refuse(path, f"{key!r:.200} has the data_offsets {offsets!r:.200}")
     start, end = offsets
     expected = math.prod(shape) * dtype.itemsize
     if end - start != expected:
-        _refuse(path, f"{key!r} takes {expected} bytes by its shape, {end - start} by its offsets")
+        _refuse(
+            path, f"{key!r:.200} takes {expected} bytes by its shape, {end - start} by its offsets"
+        )
     return TensorEntry(dtype, tuple(shape), data_start + start, expected)
 
 
 def _is_counts(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+def _extent(shape: list[int]) -> int:
+    """Elements, as if no dim were empty: strides are made of this."""
+    return math.prod(max(min(size, 2**63), 1) for size in shape)
 
 
 def _check_coverage(path: str, tensors: dict[str, TensorEntry], *, start: int, end: int) -> None:
@@ -215,7 +227,9 @@ def _check_coverage(path: str, tensors: dict[str, TensorEntry], *, start: int, e
     for key, entry in order:
         if entry.offset_bytes != position:
             what = "overlaps what comes before it" if entry.offset_bytes < position else "has a gap"
-            _refuse(path, f"{key!r} {what}: byte {position} expected, {entry.offset_bytes} found")
+            _refuse(
+                path, f"{key!r:.200} {what}: byte {position} expected, {entry.offset_bytes} found"
+            )
         position += entry.size_bytes
     if position != end:
         _refuse(path, f"its tensors end at byte {position}, the file at {end}")

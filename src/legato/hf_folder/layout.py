@@ -10,11 +10,13 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from legato.errors import FolderFormatError
 from legato.hf_folder.header import TensorSpec, encode_header
 
 
@@ -89,8 +91,11 @@ def plan_files(
         (largest first, so every tensor is aligned), then by key, as safetensors does.
 
     Raises:
-        FolderFormatError: As `encode_header`.
+        FolderFormatError: A key twice, or as `encode_header`; ``.key``.
     """
+    for key, count in Counter(spec.key for spec in specs).most_common(1):
+        if count > 1:
+            raise FolderFormatError(f"{key}: two tensors are planned under this key", key=key)
     limit = min(max_file_bytes, -(-sum(spec.size_bytes for spec in specs) // min_files))
     groups: list[list[TensorSpec]] = []
     filled = 0

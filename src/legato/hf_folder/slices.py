@@ -106,7 +106,7 @@ class FolderReader:
         try:
             tensors = read_header(self._storage, path).tensors
         except FileNotFoundError:
-            _refuse(path, "the folder's index lists the file, but it is absent")
+            _refuse(path, "the file belongs to the folder, but it is absent")
         if keys is not None:
             if absent := sorted(keys - tensors.keys()):
                 _refuse(path, f"the index says it holds {absent[0]!r}, but it doesn't")

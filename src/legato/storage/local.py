@@ -40,6 +40,10 @@ class LocalStorage:
         with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
             if size_bytes == 0:
                 return
+            # Asked first: to claim in vain would fill the disk for a moment, for everyone on it.
+            disk = os.fstatvfs(fd)
+            if disk.f_blocks > 0 and disk.f_bavail * disk.f_frsize < size_bytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
             try:
                 os.posix_fallocate(fd, 0, size_bytes)
             except OSError as error:
