@@ -123,9 +123,7 @@ def _answer(
     mask = torch.tensor(
         [[0] * pad + [1] * len(row) for pad, row in zip(pads, rows, strict=True)], device=device
     )
-    output = model.generate(
-        input_ids=input_ids, attention_mask=mask, generation_config=options, use_cache=True
-    )
+    output = model.generate(input_ids=input_ids, attention_mask=mask, generation_config=options)
     return [tokenizer.decode(row[longest:], skip_special_tokens=True) for row in output]
 
 
@@ -149,6 +147,7 @@ def _generate_options(model: Any, tokenizer: Any, max_new_tokens: int, temperatu
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {}
     return GenerationConfig(
         max_new_tokens=max_new_tokens,
+        use_cache=True,  # load_model switched it off, for training
         eos_token_id=sorted(stops) or None,
         # Masked, so any token will do.
         pad_token_id=pad if pad is not None else min(stops, default=0),

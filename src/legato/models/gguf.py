@@ -140,7 +140,9 @@ def _read_gguf(file: Path) -> tuple[Any, Any]:
     where: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     try:
         with without_weight_bars():
-            model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.bfloat16, **where)
+            model = AutoModelForCausalLM.from_pretrained(
+                file.parent, dtype=torch.bfloat16, **where, **_dequantize()
+            )
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **where)
     except Exception as error:  # gguf and transformers raise whatever their parsers meet
         if "not supported" in str(error):
@@ -158,6 +160,15 @@ def _read_gguf(file: Path) -> tuple[Any, Any]:
         del model.config.quantization_config
     model.hf_quantizer = None
     return model, tokenizer
+
+
+def _dequantize() -> dict[str, Any]:
+    """Ask for plain tensors where transformers would otherwise keep GGUF's packed blocks."""
+    import transformers
+
+    if hasattr(transformers, "GgufConfig"):
+        return {"quantization_config": transformers.GgufConfig(dequantize=True)}
+    return {}  # earlier releases know nothing else
 
 
 def _check_answers(model: Any, tokenizer: Any, *, file: Path) -> None:

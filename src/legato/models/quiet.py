@@ -11,6 +11,7 @@ from contextlib import contextmanager
 _NOISE = (
     # torchao looks for kernels of GPUs that this machine lacks; what needs them raises by itself.
     ("torchao", "Failed to load "),
+    ("torchao.kernel.intmm", "Warning: Detected no triton"),
     # torchao tells torch's developers about its own use of a deprecated function.
     ("torch.utils._pytree", "<enum '"),
 )
