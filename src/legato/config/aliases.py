@@ -94,7 +94,7 @@ def spelled(path: Path, spellings: dict[Path, str]) -> str:
     ours = dotted(path)
     for length in range(len(path), 0, -1):
         written = spellings.get(path[:length])
-        if written is not None and written != ours:
+        if written is not None and written != dotted(path[:length]):
             rest = dotted(path[length:])
             full = f"{written}.{rest}" if rest else written
             return f"{full} ({ours})"

@@ -82,12 +82,18 @@ class LoadedConfig:
     origins: Origins
 
 
-def load_config(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedConfig:
+def load_config(
+    name_or_path: str, overrides: Sequence[str] = (), *, recipe: str | None = None
+) -> LoadedConfig:
     """Read a config and check it.
 
     Args:
         name_or_path: A YAML file, or a hub config's name as ``legato ls`` shows it.
         overrides: ``key=value`` and ``~key`` arguments; later ones win.
+        recipe: A recipe that was typed as well: the config's own must agree, or be absent.
+
+    Returns:
+        The checked config.
 
     Raises:
         ConfigError: There is no such file, or something in it is wrong; ``.problems`` lists each.
@@ -100,6 +106,8 @@ def load_config(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedConfi
     told, unreadable = _prepare_file(layer, origins)
     values = OmegaConf.create(layer.data)
     told += _apply(values, overrides, origins)
+    if recipe is not None:
+        told += _agree_on_recipe(values, recipe, origins)
     if "output_dir" not in values:
         values["output_dir"] = entry.output_dir
     resolved, unresolved = _resolve(values)
@@ -119,6 +127,9 @@ def validate(
     Args:
         values: Our keys only (aliases resolved); scalars may be text.
         skip: Top-level keys that are known to be wrong already.
+
+    Returns:
+        The config, None if anything is wrong; and what is.
     """
     try:
         return RunConfig.model_validate(values), []
@@ -145,6 +156,9 @@ def validate(
 def dump_yaml(config: RunConfig) -> str:
     """The config as YAML, defaults included, without the keys that mean nothing in it."""
     values = config.model_dump(mode="json")
+    if "max_seq_len" not in config.model_fields_set:
+        # The model may take less than the default; written down, the default would be asked for.
+        del values["max_seq_len"]
     for key in rules.inapplicable(config):
         *parents, name = key.split(".")
         section = values
@@ -214,6 +228,15 @@ def _apply(values: DictConfig, arguments: Sequence[str], origins: Origins) -> li
         path: word for path, word in origins.spellings.items() if path not in spellings
     } | spellings
     return [f"{COMMAND_LINE}: {problem}" for problem in layer.problems]
+
+
+def _agree_on_recipe(values: DictConfig, typed: str, origins: Origins) -> list[str]:
+    configured = values.setdefault("recipe", typed)
+    if configured == typed:
+        return []
+    say = f"the config says {configured}, the command line {typed}. Leave one of them out"
+    problem = Problem(("recipe",), say)
+    return [origins.tell(problem)]
 
 
 def _set(values: DictConfig, override: Override, origins: Origins) -> Problem | None:

@@ -238,6 +238,9 @@ def check(config: RunConfig, *, unreadable: frozenset[str] = frozenset()) -> lis
         config: Values that are right one by one.
         unreadable: Top-level keys whose value in ``config`` is a stand-in; nothing is said of what
             depends on them.
+
+    Returns:
+        What is wrong, in the order of the tables.
     """
     problems = [p for p in _later(config) if p.path[0] not in unreadable]
     later = {p.path[0] for p in problems}

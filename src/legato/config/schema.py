@@ -182,7 +182,7 @@ class RunConfig(Section):
         "End this process after this step, with a checkpoint; the schedule stays as it is.",
         on_resume="free",
         unit="optimizer steps",
-        ge=0,
+        ge=1,
     )
 
     # -- the update

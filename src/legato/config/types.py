@@ -40,6 +40,9 @@ def key(
         on_resume: What happens when a resumed run finds another value.
         unit: What a number counts, e.g. ``"optimizer steps"``.
         **constraints: Passed to pydantic, e.g. ``ge=1``.
+
+    Returns:
+        The field's declaration.
     """
     extra: dict[str, Any] = {"on_resume": on_resume}
     if unit is not None:

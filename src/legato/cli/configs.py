@@ -1,0 +1,80 @@
+"""``legato ls``, ``cat`` and ``cp``: the configs that ship with the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from legato.cli.show import show_json, show_table
+
+_MODELINE = "# yaml-language-server: $schema="
+
+
+def list_configs(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the recipes, and the configs for each."""
+    from legato.config import catalog
+
+    by_recipe: dict[str, list[str]] = {}
+    for name in catalog.hub_names():
+        by_recipe.setdefault(catalog.recipe_of(name), []).append(name)
+    if as_json:
+        show_json(by_recipe)
+        return
+    rows = [
+        (recipe if i == 0 else "", name)
+        for recipe, names in by_recipe.items()
+        for i, name in enumerate(names)
+    ]
+    show_table(("recipe", "config"), rows)
+
+
+def show_config(
+    config: Annotated[str, typer.Argument(help="A name as `legato ls` shows it, or a file.")],
+) -> None:
+    """Print a config."""
+    from legato.config import catalog
+
+    typer.echo(catalog.find_config(config).text, nl=False)
+
+
+def copy_config(
+    config: Annotated[str, typer.Argument(help="A name as `legato ls` shows it, or a file.")],
+    destination: Annotated[Path, typer.Argument(help="The new file, or a folder to put it in.")],
+    no_clobber: Annotated[
+        bool, typer.Option("-n", "--no-clobber", help="Leave a file that is there, say so, exit 0.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("-f", "--force", help="Replace a file that is there.")
+    ] = False,
+    make_parents: Annotated[
+        bool, typer.Option("--make-parents", help="Make the destination's folders.")
+    ] = False,
+) -> None:
+    """Copy a config to change it."""
+    from legato.config import catalog
+    from legato.errors import UsageError
+
+    source = catalog.find_config(config)
+    target = destination / f"{source.name}.yaml" if destination.is_dir() else destination
+    if target.suffix not in (".yaml", ".yml"):
+        raise UsageError(f"{target}: expected a name that ends in .yaml")
+    if target.exists() and not force:
+        if no_clobber:
+            typer.echo(f"{target} is there already; nothing copied")
+            return
+        raise UsageError(f"{target} is there already. Choose another name, or -f to replace it")
+    if make_parents:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    elif not target.parent.is_dir():
+        raise UsageError(f"{target.parent}: no such folder. --make-parents makes it")
+    # Editors find the schema of a packaged config beside it; a copy needs to be told where that is.
+    lines = [
+        f"{_MODELINE}{catalog.SCHEMA_FILE}\n" if line.startswith(_MODELINE) else line
+        for line in source.text.splitlines(keepends=True)
+    ]
+    target.write_text("".join(lines), encoding="utf-8")
+    typer.echo(f"copied to {target}")

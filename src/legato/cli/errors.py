@@ -1,0 +1,80 @@
+"""How a command ends: one message for the user, and an exit code that a script can rely on.
+
+0 done; 1 error; 2 usage or config; 3 a checkpoint could not be written; 130 / 143 stopped by a
+signal after a saved checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+
+import typer
+
+from legato.errors import ConfigError, LegatoError, StopRequested
+
+INTERRUPTED = 130
+
+
+def run_app(build_app: Callable[[], typer.Typer], words: Sequence[str], *, debug: bool) -> int:
+    """Build the app, run ``words``, turn whatever comes out of it into an exit code.
+
+    Args:
+        build_app: Makes the app; an error in there is reported like any other.
+        words: The command line without the program's name.
+        debug: Show the traceback before the message.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        result = build_app()(args=list(words), standalone_mode=False, prog_name="legato")
+    except BaseException as error:
+        if debug and not isinstance(error, typer.Exit | SystemExit):
+            traceback.print_exc()
+        return _end(error)
+    return result if isinstance(result, int) else 0
+
+
+def _end(error: BaseException) -> int:
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, typer.Exit):
+        return error.exit_code
+    if isinstance(error, StopRequested):
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        _say("interrupted")
+        return INTERRUPTED
+    if isinstance(error, BrokenPipeError):
+        # Whoever read our output has gone (`legato ls | head`); nobody is there to be told.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    if isinstance(error, LegatoError):
+        _say(_message(error))
+        return error.exit_code
+    format_message = getattr(error, "format_message", None)
+    if format_message is not None:  # the command line doesn't fit the verb's options
+        _say(format_message())
+        return int(getattr(error, "exit_code", 2))
+    if isinstance(error, OSError) and error.filename is not None:
+        _say(f"{error.filename}: {error.strerror}")
+        return 1
+    _say(f"{type(error).__name__}: {error}\nThis is a fault in Legato; --debug shows where.")
+    return 1
+
+
+def _message(error: LegatoError) -> str:
+    if isinstance(error, ConfigError) and len(error.problems) > 1:
+        lines = "\n".join(f"  {problem}" for problem in error.problems)
+        return f"{len(error.problems)} problems\n{lines}"
+    return error.message
+
+
+def _say(message: str) -> None:
+    word = "error:"
+    if sys.stderr.isatty() and "NO_COLOR" not in os.environ:
+        word = f"\033[31m{word}\033[0m"
+    sys.stderr.write(f"{word} {message}\n")

@@ -1,0 +1,84 @@
+"""The ``legato`` command: which verbs there are, and where each one lives.
+
+Only the module of the verb that was typed is imported, so that a quick verb stays quick; help
+imports them all, and they import nothing heavy at module level.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from legato.cli.errors import run_app
+
+VERBS: dict[str, str] = {
+    "run": "legato.cli.run:run",
+    "ls": "legato.cli.configs:list_configs",
+    "cat": "legato.cli.configs:show_config",
+    "cp": "legato.cli.configs:copy_config",
+    "validate": "legato.cli.validate:validate",
+    "download": "legato.cli.models:download",
+    "import": "legato.cli.models:import_app",
+    "ckpt": "legato.cli.ckpt:app",
+    "demo": "legato.cli.demo:demo",
+}
+"""Verb -> the function or group of verbs behind it, in the order of ``--help``."""
+
+# Words that aren't our options go to the verb: key=value, ~key, and the options of torchrun.
+_TAKES_ANY_OPTION = frozenset({"run"})
+
+
+def build_app(verb: str | None = None) -> typer.Typer:
+    """The app with one verb, or with all of them."""
+    app = typer.Typer(
+        name="legato",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_global_options)
+    for name in [verb] if verb in VERBS else VERBS:
+        module, _, attribute = VERBS[str(name)].partition(":")
+        target: Any = getattr(importlib.import_module(module), attribute)
+        if isinstance(target, typer.Typer):
+            app.add_typer(target, name=name)
+        else:
+            settings = {"ignore_unknown_options": name in _TAKES_ANY_OPTION}
+            app.command(name, context_settings=settings)(target)
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit code.
+
+    ``--debug`` is taken out wherever it stands: people add it at the end of what they just typed.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    verb = next((word for word in words if not word.startswith("-")), None)
+    return run_app(lambda: build_app(verb), words, debug=debug)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"legato {version('legato')}")
+        raise typer.Exit
+
+
+def _global_options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+) -> None:
+    """Fine-tune language models; checkpoints by step that never pause training."""

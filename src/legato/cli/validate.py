@@ -1,0 +1,113 @@
+"""``legato validate``: everything that can be known before a run, in less than a second."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+# What legato.data.sources takes for a file or for a name on the hub; importing it would load torch.
+FILE_ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zst")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
+
+if TYPE_CHECKING:
+    from legato.config.load import LoadedConfig
+    from legato.config.rules import Problem
+
+
+def validate(
+    config: Annotated[str, typer.Argument(help="A name as `legato ls` shows it, or a file.")],
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE | ~KEY]...", help="Changes to it.")
+    ] = None,
+    full: Annotated[
+        bool,
+        typer.Option(help="Do all that a run does before step 1: model, data, memory, disk."),
+    ] = False,
+) -> None:
+    """Check a config: keys, values, combinations, paths; every mistake at once."""
+    from legato.cli.arguments import read_config
+    from legato.errors import ConfigError
+
+    loaded = read_config(config, words or [])
+    problems = [loaded.origins.tell(problem) for problem in local_problems(loaded)]
+    if problems:
+        raise ConfigError(problems)
+    if full:
+        from legato.cli.logs import show_log
+        from legato.recipes import preflight
+
+        show_log()
+        preflight(loaded.config, config_name=loaded.name)
+    run = loaded.config
+    sources = ", ".join(dataset.path for dataset in run.datasets)
+    typer.echo(f"{config} is valid: {run.recipe} of {run.model} on {sources} into {run.output_dir}")
+
+
+def local_problems(loaded: LoadedConfig) -> Iterator[Problem]:
+    """What this machine's files say against a config that is right in itself."""
+    yield from _model_problems(loaded)
+    yield from _data_problems(loaded)
+    yield from _path_problems(loaded)
+
+
+def _model_problems(loaded: LoadedConfig) -> Iterator[Problem]:
+    from legato.config.rules import Problem
+    from legato.errors import ModelError
+    from legato.models.facts import model_facts
+
+    config = loaded.config
+    try:
+        facts = model_facts(config.model)
+    except ModelError as error:
+        yield Problem(("model",), error.message)
+        return
+    if facts is None:  # a hub model that isn't on this machine yet
+        return
+    if facts.unsupported is not None:
+        yield Problem(("model",), facts.unsupported)
+    limit, is_set = facts.max_positions, "max_seq_len" in config.model_fields_set
+    if is_set and limit is not None and config.max_seq_len > limit:
+        message = f"{config.max_seq_len} is over the limit of {config.model}, {limit} tokens"
+        yield Problem(("max_seq_len",), f"{message}. Leave it out or set at most {limit}")
+
+
+def _data_problems(loaded: LoadedConfig) -> Iterator[Problem]:
+    from legato.config.rules import Problem
+
+    for key in ("datasets", "eval_datasets"):
+        for index, dataset in enumerate(getattr(loaded.config, key)):
+            place = os.path.expanduser(dataset.path)
+            if os.path.exists(place):
+                continue
+            if glob.has_magic(place):
+                if not glob.glob(place, recursive=True):
+                    yield Problem((key, index, "path"), f"no file matches {dataset.path}")
+            elif place.endswith(FILE_ENDINGS) or not HUB_NAME.fullmatch(place):
+                yield Problem((key, index, "path"), f"{dataset.path}: no such file or folder")
+
+
+def _path_problems(loaded: LoadedConfig) -> Iterator[Problem]:
+    from legato.config.rules import Problem
+
+    config = loaded.config
+    template = Path(config.chat_template).expanduser()
+    if config.chat_template not in ("auto", "alpaca", "chatml") and not template.is_file():
+        yield Problem(
+            ("chat_template",), f"{config.chat_template}: expected auto, alpaca, chatml or a file"
+        )
+    source = config.resume_from_checkpoint
+    if isinstance(source, str) and source != "auto" and not Path(source).expanduser().is_dir():
+        yield Problem(("resume_from_checkpoint",), f"{source}: no such folder")
+    folder = Path(config.output_dir).expanduser().absolute()
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir():
+        yield Problem(("output_dir",), f"{folder} is a file")
+    elif not os.access(folder, os.W_OK):
+        yield Problem(("output_dir",), f"{folder} can't be written to")

@@ -1,0 +1,110 @@
+"""What changed between a run's config and the one it is resumed with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from legato.config.explain import key_at
+from legato.config.schema import RunConfig
+from legato.config.source import Path
+from legato.config.types import OnResume
+
+_BATCH_KEYS = ("batch_size", "gradient_accumulation_steps")
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class Change:
+    """One key that has another value than in the run that is resumed."""
+
+    key: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: was {_shown(self.old)}, now {_shown(self.new)}"
+
+
+def diff_on_resume(
+    old: Mapping[str, Any], new: RunConfig
+) -> tuple[tuple[Change, ...], tuple[Change, ...]]:
+    """Compare the config that a run was started with to the one it is resumed with.
+
+    Args:
+        old: The stored config: its YAML read back, or ``RunConfig.model_dump(mode="json")``. A key
+            that it lacks had its default; a key that this version doesn't know is passed over.
+        new: The config of this start.
+
+    Returns:
+        Changes that a run can't follow, and changes that it follows but that should be said. Keys
+        that may change freely are in neither. ``batch_size`` and ``gradient_accumulation_steps``
+        are refused only if their product changed: the global batch belongs to the run.
+    """
+    before, now = _with_defaults(old), new.model_dump(mode="json")
+    refused: list[Change] = []
+    warned: list[Change] = []
+    for name in now:
+        if name in _BATCH_KEYS and _global_batch(before) == _global_batch(now):
+            continue
+        for path, was, value in _differences((name,), before[name], now[name]):
+            change = Change(".".join(str(part) for part in path), was, value)
+            on_resume = _on_resume(path)
+            if on_resume == "refuse":
+                refused.append(change)
+            elif on_resume == "warn":
+                warned.append(change)
+    return tuple(refused), tuple(warned)
+
+
+def _with_defaults(old: Mapping[str, Any]) -> dict[str, Any]:
+    values = {}
+    for name, field in RunConfig.model_fields.items():
+        default = None if field.is_required() else field.get_default(call_default_factory=True)
+        values[name] = old.get(name, _plain(default))
+    return values
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump(mode="json") if hasattr(value, "model_dump") else value
+
+
+def _global_batch(values: Mapping[str, Any]) -> int:
+    batch_size, accumulation = (values[name] for name in _BATCH_KEYS)
+    return cast("int", batch_size) * cast("int", accumulation)
+
+
+def _differences(path: Path, old: Any, new: Any) -> Iterator[tuple[Path, Any, Any]]:
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for name in [*new, *(n for n in old if n not in new)]:
+            was, value = old.get(name, _MISSING), new.get(name, _MISSING)
+            if was is _MISSING and key_at((*path, name)) is not None:
+                was = _plain(_default((*path, name)))
+            yield from _differences((*path, name), was, value)
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for index, (was, value) in enumerate(zip(old, new, strict=True)):
+            yield from _differences((*path, index), was, value)
+    elif old != new:
+        yield path, old, new
+
+
+def _default(path: Path) -> Any:
+    key = key_at(path)
+    return key.field.get_default() if key and not key.field.is_required() else None
+
+
+def _on_resume(path: Path) -> OnResume:
+    for length in range(len(path), 0, -1):
+        key = key_at(path[:length])
+        if key is not None:
+            return cast("OnResume", key.on_resume)
+    return "free"
+
+
+def _shown(value: Any) -> str:
+    if value is _MISSING:
+        return "absent"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
