@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -26,12 +26,13 @@ from legato.errors import ConfigError, DataError
 logger = logging.getLogger(__name__)
 
 ROWS_AT_ONCE = 1000
-# Above this share of a data set, samples without a trained token are a mistake more often than
-# noise.
-UNTRAINED_SHARE_WARNED = 0.05
+# Above this share of a data set, dropped samples are a mistake more often than noise.
+LOST_SHARE_WARNED = 0.05
 
-UNTRAINED = "samples without a trained token were dropped"
-BAD = "bad rows were skipped"
+TOO_LONG = "longer than max_seq_len, dropped"
+TRUNCATED = "longer than max_seq_len, cut"
+UNTRAINED = "without a trained token, dropped"
+BAD = "bad rows, skipped"
 
 
 def build_data(
@@ -57,6 +58,7 @@ def build_data(
     Raises:
         DataError: A file, a row or a column that can't be used; nothing left to train on.
     """
+    _check_options(specs, max_seq_len, excess_length, on_bad_row)
     columns = SampleColumns()
     reports: list[DatasetReport] = []
     warnings: list[str] = []
@@ -70,6 +72,24 @@ def build_data(
         reports.append(builder.report())
     report = DataReport(tuple(reports), notes=formatter.notes, warnings=tuple(warnings))
     return columns.finish(weights=[spec.weight for spec in specs], report=report)
+
+
+def _check_options(
+    specs: Sequence[DatasetSpec], max_seq_len: int, excess_length: str, on_bad_row: str
+) -> None:
+    problems = [
+        f"{spec.path}: weight: {spec.weight}: above 0" for spec in specs if spec.weight <= 0
+    ]
+    if not specs:
+        problems.append("datasets: none given")
+    if max_seq_len < 2:
+        problems.append(f"max_seq_len: {max_seq_len}: at least 2, a token and the one after it")
+    if excess_length not in ("drop", "truncate", "error"):
+        problems.append(f"excess_length: {excess_length}: drop, truncate or error")
+    if on_bad_row not in ("error", "skip"):
+        problems.append(f"on_bad_row: {on_bad_row}: error or skip")
+    if problems:
+        raise ConfigError(problems)
 
 
 def split_validation(
@@ -98,7 +118,10 @@ def split_validation(
     # Epoch 2**64 - 1 is no epoch of a run: the draw is independent of every order.
     held_out = rows[permutation(len(rows), seed=seed, epoch=2**64 - 1)[:count]]
     is_held_out = np.isin(data.rows, held_out)
-    return data.select(np.flatnonzero(~is_held_out)), data.select(np.flatnonzero(is_held_out))
+    evaluation = data.select(np.flatnonzero(is_held_out))
+    # Weights say how often to train on a row; each held-out row is measured once.
+    evaluation = replace(evaluation, weights=(1.0,) * len(data.weights))
+    return data.select(np.flatnonzero(~is_held_out)), evaluation
 
 
 @dataclass
@@ -184,11 +207,9 @@ class _DatasetBuilder:
                     path=self.spec.path,
                 )
             if self.excess_length == "drop":
-                self.tally.add(self._too_long, sample.sample_id)
+                self.tally.add(TOO_LONG, sample.sample_id)
                 return None
-            self.tally.add(
-                f"samples were cut to max_seq_len ({self.max_seq_len})", sample.sample_id
-            )
+            self.tally.add(TRUNCATED, sample.sample_id)
             sample = Sample(
                 sample.input_ids[: self.max_seq_len],
                 sample.trained[: self.max_seq_len],
@@ -199,16 +220,12 @@ class _DatasetBuilder:
             return None
         return sample
 
-    @property
-    def _too_long(self) -> str:
-        return f"samples longer than max_seq_len ({self.max_seq_len}) were dropped"
-
     def _refuse_nothing_left(self) -> None:
         if self.num_samples:
             return
         if self.num_rows == 0:
             raise DataError(f"{self.spec.path}: no rows", path=self.spec.path)
-        fates = "; ".join(f"{count:,} {sentence}" for sentence, count in self.tally.counts.items())
+        fates = "; ".join(f"{sentence}: {count:,}" for sentence, count in self.tally.counts.items())
         first = f" The first: {self.first_problem}" if self.first_problem else ""
         raise DataError(
             f"{self.spec.path}: nothing left to train on of {self.num_rows:,} rows: "
@@ -219,15 +236,14 @@ class _DatasetBuilder:
         )
 
     def warnings(self) -> list[str]:
-        """What must not go unseen: many samples without anything to learn."""
-        untrained = self.tally.counts.get(UNTRAINED, 0)
-        if untrained <= UNTRAINED_SHARE_WARNED * (self.num_samples + untrained):
-            return []
+        """What must not go unseen: a good part of the data that isn't trained on."""
+        counts = self.tally.counts
+        before = self.num_samples + counts.get(UNTRAINED, 0) + counts.get(TOO_LONG, 0)
         return [
-            f"warning: {self.spec.path}: {untrained:,} of {self.num_samples + untrained:,} samples "
-            "have no "
-            f"trained token within max_seq_len ({self.max_seq_len}): "
-            f"{', '.join(self.tally.examples[UNTRAINED])}"
+            f"warning: {self.spec.path}: {counts[sentence]:,} of {before:,} samples {sentence}; "
+            f"max_seq_len is {self.max_seq_len}"
+            for sentence in (UNTRAINED, TOO_LONG)
+            if counts.get(sentence, 0) > LOST_SHARE_WARNED * before
         ]
 
     def report(self) -> DatasetReport:

@@ -3,35 +3,33 @@
 from __future__ import annotations
 
 import datetime as dt
-import importlib.resources
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from legato.data.formats import Example, Message
+from legato.data.formats import ROLES, Example, Message
 from legato.data.samples import Indices, Mask, Sample, Tally
 from legato.data.spans import PlannedText, Span, TemplateProblem, plan_texts
+from legato.data.templates import opening_ids, resolve_template
 from legato.errors import ConfigError, DataError
 
-PACKAGED = ("alpaca", "chatml")
-GENERATION_TAG = re.compile(r"{%-?\s*generation\s*-?%}")
-DATE_CALL = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-
-STOP_APPENDED = "answers had no stop token after them in the template; it was appended"
+STOP_APPENDED = "answers without a stop token in the template, appended"
 STRADDLING = (
-    "answers begin inside a token that also holds the end of the prompt, which inference never "
-    "sees; "
-    "strip the white space at their beginning"
+    "answers that begin inside a token which also holds the end of the prompt, and which inference "
+    "never sees (strip the white space at their beginning)"
 )
-MARKS_DIFFER = (
-    "answers aren't what the template's {% generation %} marks; what inference needs was trained"
-)
+EMPTY = "trained turns that are empty, so that only the stop token is trained"
+MARKS_DIFFER = "answers that aren't what the template's {% generation %} marks (what inference needs is trained)"
+SPLIT_OFF = "turns that became samples of their own, because "
+
+Encoded = tuple[PlannedText, list[int], list[tuple[int, int]]]
+Made = TypeVar("Made")
 
 
 class ChatFormatter:
@@ -46,7 +44,7 @@ class ChatFormatter:
         roles_to_train: Whose turns are trained.
         special_tokens_in_text: ``error`` refuses a row whose text holds a control token's name;
             ``allow`` lets the tokenizer read it as that token.
-        eos_ids: The stop tokens of the model's generation config; the tokenizer's own joins them.
+        eos_ids: Stop tokens of the model's generation config; the tokenizer's own joins them.
         start_date: The day that templates write; frozen, so that a resumed run renders the same
             text.
 
@@ -68,36 +66,35 @@ class ChatFormatter:
         train_on_inputs: bool = False,
         roles_to_train: Sequence[str] = ("assistant",),
         special_tokens_in_text: str = "error",
-        eos_ids: Iterable[int] = (),
+        eos_ids: Iterable[int] | int | None = None,
         start_date: dt.date | None = None,
     ) -> None:
         if not tokenizer.is_fast:
             raise ConfigError(
                 f"{type(tokenizer).__name__} gives no character offsets, which the loss mask "
-                "needs. "
-                "Use a model folder with a tokenizer.json."
+                "needs. Use a model folder with a tokenizer.json."
             )
+        unknown = set(roles_to_train) - set(ROLES)
+        if unknown or not roles_to_train:
+            raise ConfigError(f"roles_to_train: {list(roles_to_train)}: some of {', '.join(ROLES)}")
         self._tokenizer = tokenizer
-        self.stop_ids = frozenset(eos_ids) | ({tokenizer.eos_token_id} - {None})
-        if not self.stop_ids:
-            raise ConfigError(
-                "the tokenizer names no end-of-sequence token: the model couldn't learn to stop"
-            )
+        self.stop_ids = _stop_ids(tokenizer, eos_ids)
         self._stop_id = (
             tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(self.stop_ids)
         )
         self._train_on_inputs = train_on_inputs
         self._roles_to_train = frozenset(roles_to_train)
-        special = sorted(t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
-        self._control_tokens = (
-            re.compile("|".join(map(re.escape, special)))
-            if special and special_tokens_in_text == "error"
-            else None
+        control = sorted(t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
+        self._control_tokens = re.compile("|".join(map(re.escape, control))) if control else None
+        self._control_tokens_allowed = special_tokens_in_text == "allow"
+        template_found = resolve_template(
+            tokenizer, template, start_date=start_date or dt.date.today()
         )
-        self.chat_template, self.notes = _resolve_template(tokenizer, template)
-        self._has_marks = GENERATION_TAG.search(self.chat_template) is not None
-        self._rendered_template = _freeze_date(self.chat_template, start_date or dt.date.today())
-        self._opening = _opening_ids(tokenizer)
+        self.chat_template = template_found.text
+        self.notes = (template_found.note,) if template_found.note else ()
+        self._rendered_template = template_found.frozen
+        self._has_marks = template_found.marks_answers
+        self._opening = opening_ids(tokenizer)
         self._variables = tokenizer.special_tokens_map | dict(template_kwargs or {})
 
     def format(
@@ -123,59 +120,44 @@ class ChatFormatter:
             DataError: A row that can't be used, without ``on_bad``.
         """
         tally = Tally() if tally is None else tally
-        planned = [self._guarded(example, self._plan, on_bad) or [] for example in examples]
-        flat = [each for texts in planned for each in texts]
-        encoded = self._encode([each.text for each in flat])
-        position = 0
-        result: list[list[Sample]] = []
-        for example, texts in zip(examples, planned, strict=True):
-            pairs = list(zip(texts, encoded[position : position + len(texts)], strict=True))
-            position += len(texts)
-
-            def mask(example: Example, pairs: Any = pairs) -> list[Sample]:
-                return [
-                    self._sample(example, text, ids, offsets, tally)
-                    for text, (ids, offsets) in pairs
-                ]
-
-            result.append(self._guarded(example, mask, on_bad) or [])
-        return result
+        plan = functools.partial(self._plan, tally=tally)
+        planned = [_guarded(example, plan, on_bad) for example in examples]
+        encoded = iter(self._encode([each.text for texts in planned for each in texts]))
+        return [
+            _guarded(
+                example,
+                functools.partial(
+                    self._samples, planned=[(text, *next(encoded)) for text in texts], tally=tally
+                ),
+                on_bad,
+            )
+            for example, texts in zip(examples, planned, strict=True)
+        ]
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """What inference gives the model before its answer to ``messages``."""
         return self._render(messages, True)
 
-    def _guarded(
-        self,
-        example: Example,
-        make: Callable[[Example], list[Any]],
-        on_bad: Callable[[DataError, str], None] | None,
-    ) -> list[Any] | None:
-        try:
-            return make(example)
-        except (TemplateProblem, jinja2.TemplateError) as error:
-            problem = DataError(f"{example.where}: {error}", path=example.where)
-            if on_bad is None:
-                raise problem from None
-            on_bad(problem, example.sample_id)
-            return None
-
-    def _plan(self, example: Example) -> list[PlannedText]:
+    def _plan(self, example: Example, *, tally: Tally) -> list[PlannedText]:
         if example.text is not None:
             self._refuse_control_tokens(example.text, "text")
             return [PlannedText(example.text, ())]
         for number, message in enumerate(example.messages, start=1):
-            self._refuse_control_tokens(
-                message.content + (message.reasoning or ""), f"message {number}"
-            )
+            self._refuse_control_tokens(message.content, f"message {number}")
+            self._refuse_control_tokens(message.reasoning or "", f"message {number}")
         trained = [i for i, message in enumerate(example.messages) if self._is_trained(message)]
         texts = plan_texts(example.messages, trained=trained, render=self._render)
-        if self._train_on_inputs and any(text.split for text in texts):
+        split = next((text.split for text in texts if text.split), None)
+        if self._train_on_inputs and split:
             raise TemplateProblem(
-                "train_on_inputs: a turn had to become a sample of its own, so its prompt would be "
-                "trained "
-                f"several times ({next(text.split for text in texts if text.split)})"
+                "train_on_inputs: a turn would have to become a sample of its own, and its prompt "
+                f"would be trained several times, because {split}"
             )
+        if self._has_marks and texts[0].split is None:
+            marks = self._marks(example.messages)
+            for span in texts[0].spans:
+                if span.has_stop and not any(a <= span.end <= b for a, b in marks):
+                    tally.add(MARKS_DIFFER, example.sample_id)
         return texts
 
     def _is_trained(self, message: Message) -> bool:
@@ -183,7 +165,9 @@ class ChatFormatter:
         return by_role if message.is_trained is None else by_role and message.is_trained
 
     def _refuse_control_tokens(self, text: str, what: str) -> None:
-        found = self._control_tokens.search(text) if self._control_tokens else None
+        if self._control_tokens is None or self._control_tokens_allowed:
+            return
+        found = self._control_tokens.search(text)
         if found:
             raise TemplateProblem(
                 f"{what} holds the control token {found.group()!r}, which would end or open a "
@@ -192,13 +176,25 @@ class ChatFormatter:
             )
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        texts, _ = render_jinja_template(
-            [[message.for_template() for message in messages]],
-            chat_template=self._rendered_template,
-            add_generation_prompt=add_generation_prompt,
-            **self._variables,
-        )
-        return str(texts[0])
+        return self._render_with_marks(messages, add_generation_prompt=add_generation_prompt)[0]
+
+    def _marks(self, messages: Sequence[Message]) -> list[tuple[int, int]]:
+        """What the template's ``{% generation %}`` says that the model produces, in characters."""
+        return self._render_with_marks(messages, return_assistant_tokens_mask=True)[1]
+
+    def _render_with_marks(
+        self, messages: Sequence[Message], **options: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
+        try:
+            texts, marks = render_jinja_template(
+                [[message.for_template() for message in messages]],
+                chat_template=self._rendered_template,
+                **options,
+                **self._variables,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
+            raise TemplateProblem(f"the chat template refuses the conversation: {error}") from error
+        return str(texts[0]), list(marks[0]) if marks else []
 
     def _encode(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         if not texts:
@@ -212,6 +208,11 @@ class ChatFormatter:
         )
         return list(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
 
+    def _samples(self, example: Example, *, planned: list[Encoded], tally: Tally) -> list[Sample]:
+        if example.text is not None:
+            return [self._plain_sample(example, ids) for _, ids, _ in planned]
+        return [self._sample(example, *each, tally) for each in planned]
+
     def _sample(
         self,
         example: Example,
@@ -220,17 +221,15 @@ class ChatFormatter:
         offsets: list[tuple[int, int]],
         tally: Tally,
     ) -> Sample:
-        if example.text is not None:
-            return self._plain_sample(example, ids)
         sample_id = example.sample_id
         if planned.split is not None:
             sample_id += f"#{planned.spans[0].message + 1}"
-            tally.add(f"turns became samples of their own, because {planned.split}", sample_id)
+            tally.add(SPLIT_OFF + planned.split, sample_id)
         starts, ends = token_bounds(offsets, len(planned.text))
-        trained = np.zeros(
-            len(ids) + 1, dtype=np.bool_
-        )  # one more, for a stop that has to be appended
+        trained = np.zeros(len(ids) + 1, dtype=np.bool_)  # the last is for a stop to be appended
         for span in planned.spans:
+            if not example.messages[span.message].content.strip():
+                tally.add(EMPTY, sample_id)
             first = int(np.searchsorted(ends, span.start, side="right"))
             if first < len(ids) and starts[first] < span.start < span.end:
                 tally.add(STRADDLING, sample_id)
@@ -251,25 +250,21 @@ class ChatFormatter:
         self, planned: PlannedText, span: Span, ids: list[int], starts: Indices, ends: Indices
     ) -> int:
         """Index of the token that ends the turn; ``len(ids)`` if it has to be appended."""
-        text = planned.text
-        j = int(np.searchsorted(starts, span.end, side="left"))
-        while j < len(ids):
+        # From the first token that ends after the content: control tokens may swallow white space
+        # before them.
+        for j in range(int(np.searchsorted(ends, span.end, side="right")), len(ids)):
             if ids[j] in self.stop_ids:
                 return j
-            if not text[starts[j] : ends[j]].isspace():
-                break
-            j += 1
-        if j == len(ids):
-            return len(ids)
-        names = [self._tokenizer.convert_ids_to_tokens(i) for i in sorted(self.stop_ids)]
-        raise TemplateProblem(
-            f"after message {span.message + 1} the chat template writes "
-            f"{text[starts[j] : ends[j]]!r}, which "
-            f"isn't one of the model's stop tokens ({', '.join(map(repr, names))}), so generation "
-            "wouldn't stop "
-            "there. Add it to eos_token_id in the model's generation_config.json, or choose "
-            "another chat_template"
-        )
+            written = planned.text[max(starts[j], span.end) : ends[j]]
+            if written.strip():
+                names = self._tokenizer.convert_ids_to_tokens(sorted(self.stop_ids))
+                raise TemplateProblem(
+                    f"after message {span.message + 1} the chat template writes {written!r}, which "
+                    f"isn't a stop token of the model ({', '.join(map(repr, names))}): generation "
+                    "wouldn't stop there. Add it to eos_token_id in the model's "
+                    "generation_config.json, or choose another chat_template"
+                )
+        return len(ids)
 
     def _plain_sample(self, example: Example, ids: list[int]) -> Sample:
         """Plain text, opened as the tokenizer itself opens text (a BOS, or nothing), and ended."""
@@ -277,6 +272,36 @@ class ChatFormatter:
         if not ids or ids[-1] != self._stop_id:
             ids.append(self._stop_id)
         return _finished(ids, np.ones(len(ids), dtype=np.bool_), example.sample_id)
+
+
+def _guarded(
+    example: Example,
+    make: Callable[[Example], list[Made]],
+    on_bad: Callable[[DataError, str], None] | None,
+) -> list[Made]:
+    """``make(example)``; a problem gets the row's place, and goes to ``on_bad`` if given."""
+    try:
+        return make(example)
+    except TemplateProblem as error:
+        problem = DataError(f"{example.where}: {error}", path=example.where)
+        if on_bad is None:
+            raise problem from error.__cause__
+        on_bad(problem, example.sample_id)
+        return []
+
+
+def _stop_ids(
+    tokenizer: PreTrainedTokenizerBase, eos_ids: Iterable[int] | int | None
+) -> frozenset[int]:
+    ids = {eos_ids} if isinstance(eos_ids, int) else set(eos_ids or ())
+    if tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    if not ids:
+        raise ConfigError(
+            "neither the tokenizer nor the model names an end-of-sequence token: "
+            "the model couldn't learn to stop"
+        )
+    return frozenset(ids)
 
 
 def token_bounds(offsets: Sequence[tuple[int, int]], text_length: int) -> tuple[Indices, Indices]:
@@ -304,69 +329,3 @@ def _finished(ids: Sequence[int], trained: Mask, sample_id: str) -> Sample:
     trained = trained.copy()
     trained[:1] = False  # nothing comes before the first token
     return Sample(np.array(ids, dtype=np.int32), trained, sample_id)
-
-
-def _freeze_date(template: str, day: dt.date) -> str:
-    """The template with today's date written in, so that a resumed run renders the same text."""
-    moment = dt.datetime.combine(day, dt.time())
-    frozen = DATE_CALL.sub(lambda call: repr(moment.strftime(call.group(2))), template)
-    if re.search(r"strftime_now\(", frozen):
-        raise ConfigError(
-            "the chat template writes the date in a form that can't be frozen, so a resumed run "
-            "would train "
-            "on another text. Give chat_template a copy of it with a fixed date."
-        )
-    return frozen
-
-
-def _resolve_template(
-    tokenizer: PreTrainedTokenizerBase, template: str
-) -> tuple[str, tuple[str, ...]]:
-    if template == "auto" and tokenizer.chat_template:
-        return str(tokenizer.get_chat_template()), ()
-    if template in ("auto", *PACKAGED):
-        name = "alpaca" if template == "auto" else template
-        text = (
-            importlib.resources.files("legato.data")
-            .joinpath(f"templates/{name}.jinja")
-            .read_text("utf-8")
-        )
-        if name == "chatml":
-            _refuse_missing_chatml_tokens(tokenizer)
-        elif tokenizer.eos_token is None:
-            raise ConfigError(
-                "chat_template alpaca: the tokenizer has no eos_token to end an answer with"
-            )
-        if _opening_ids(tokenizer) == [tokenizer.bos_token_id]:
-            text = "{{- bos_token -}}\n" + text
-        said = f"chat template: the packaged {name}"
-        return text, (
-            said + (" (the tokenizer has none of its own)" if template == "auto" else ""),
-        )
-    path = Path(template).expanduser()
-    if not path.is_file():
-        raise ConfigError(
-            f"chat_template: {template}: no such file. Expected auto, {', '.join(PACKAGED)} or a "
-            "Jinja file."
-        )
-    try:
-        return path.read_text("utf-8"), (f"chat template: {path}",)
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"chat_template: {template}: isn't UTF-8 at byte {error.start}") from None
-
-
-def _refuse_missing_chatml_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
-    vocabulary = tokenizer.get_vocab()
-    missing = [token for token in ("<|im_start|>", "<|im_end|>") if token not in vocabulary]
-    if missing:
-        raise ConfigError(
-            f"chat_template chatml: the tokenizer has no {' and no '.join(missing)}. Use "
-            "chat_template: alpaca."
-        )
-
-
-def _opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the tokenizer itself puts before a text, as at inference: a BOS, or nothing."""
-    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
-    ids = tokenizer("a")["input_ids"]
-    return next((ids[:k] for k in range(len(ids)) if ids[k : k + len(bare)] == bare), [])

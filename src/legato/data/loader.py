@@ -112,7 +112,7 @@ class Loader:
 
     def epoch_of(self, step: int) -> int:
         """The epoch, from 0, that ``step`` (from 1) belongs to."""
-        return (step - 1) // self.steps_per_epoch
+        return (step - 1) // self.steps_per_epoch if self.steps_per_epoch else 0
 
     def rows_seen(self, step: int) -> int:
         """Rows consumed by all ranks after ``step`` steps; 0 after none."""
@@ -172,7 +172,10 @@ class EpochOrder:
         self._members = [
             np.flatnonzero(data.datasets == number) for number in range(len(data.weights))
         ]
-        self._counts = [round(len(m) * w) for m, w in zip(self._members, data.weights, strict=True)]
+        self._counts = [
+            max(1, round(len(m) * w)) if len(m) else 0
+            for m, w in zip(self._members, data.weights, strict=True)
+        ]
         self._cached: tuple[int, Indices] | None = None
 
     def __len__(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -95,7 +96,7 @@ class DatasetReport:
         for sentence, count in self.counts.items():
             named = self.examples[sentence]
             more = ", ..." if count > len(named) else ""
-            lines.append(f"{self.path}: {count:,} {sentence} ({', '.join(named)}{more})")
+            lines.append(f"{self.path}: {sentence}: {count:,} ({', '.join(named)}{more})")
         return lines
 
 
@@ -194,34 +195,39 @@ class TokenizedData:
 
 
 class SampleColumns:
-    """Grows a ``TokenizedData`` sample by sample."""
+    """Grows a ``TokenizedData`` sample by sample, without an object for each."""
 
     def __init__(self) -> None:
-        self._tokens: list[Tokens] = []
-        self._trained: list[Mask] = []
-        self._ids: list[bytes] = []
-        self._rows: list[int] = []
-        self._datasets: list[int] = []
+        self._tokens = array.array("i")
+        self._trained = bytearray()
+        self._lengths = array.array("q")
+        self._ids = bytearray()
+        self._id_lengths = array.array("q")
+        self._rows = array.array("q")
+        self._datasets = array.array("q")
 
     def append(self, sample: Sample, *, row: int, dataset: int) -> None:
         """Add a sample made from source row ``row`` of data set number ``dataset``."""
-        self._tokens.append(sample.input_ids)
-        self._trained.append(sample.trained)
-        self._ids.append(sample.sample_id.encode())
+        sample_id = sample.sample_id.encode()
+        self._tokens.frombytes(sample.input_ids.astype(np.intc).tobytes())
+        self._trained += sample.trained.tobytes()
+        self._lengths.append(len(sample.input_ids))
+        self._ids += sample_id
+        self._id_lengths.append(len(sample_id))
         self._rows.append(row)
         self._datasets.append(dataset)
 
     def finish(self, *, weights: Iterable[float], report: DataReport) -> TokenizedData:
         """All samples so far as columns."""
-        lengths = np.array([len(tokens) for tokens in self._tokens], dtype=np.int64)
-        id_lengths = np.array([len(each) for each in self._ids], dtype=np.int64)
+        lengths = np.array(self._lengths, dtype=np.int64)
+        id_lengths = np.array(self._id_lengths, dtype=np.int64)
         id_ends = np.cumsum(id_lengths)
         return TokenizedData(
-            tokens=np.concatenate([np.empty(0, np.int32), *self._tokens]),
-            trained=np.concatenate([np.empty(0, np.bool_), *self._trained]),
+            tokens=np.frombuffer(self._tokens, dtype=np.int32),
+            trained=np.frombuffer(self._trained, dtype=np.bool_),
             starts=np.cumsum(lengths) - lengths,
             lengths=lengths,
-            id_bytes=b"".join(self._ids),
+            id_bytes=bytes(self._ids),
             id_starts=id_ends - id_lengths,
             id_ends=id_ends,
             rows=np.array(self._rows, dtype=np.int64),

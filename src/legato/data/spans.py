@@ -27,7 +27,7 @@ Render = Callable[[Sequence[Message], bool], str]
 class Split(StrEnum):
     """Why a turn can't be trained inside the joint text."""
 
-    PROMPT = "the template renders the turns before it otherwise than at inference"
+    PROMPT = "at inference the template renders the turns before it otherwise"
     CONTENT = "the template leaves out a part of it once other turns follow"
 
 
@@ -178,7 +178,8 @@ def _text_of_turn(
     before, after = _around(head, i, render)
     rendered = text[len(before) : len(text) - len(after)]
     as_rendered = text.startswith(before) and text.endswith(after) and _holds(rendered, messages[i])
-    body = _lead(prompt, before, messages[:i]) + (rendered if as_rendered else messages[i].content)
+    content = _after_opened_thought(prompt, messages[i].content)
+    body = _lead(prompt, before, messages[:i]) + (rendered if as_rendered else content)
     if not _holds(body, messages[i]):
         raise TemplateProblem(
             f"message {i + 1} has reasoning_content, and the template never writes it. "
@@ -186,6 +187,12 @@ def _text_of_turn(
         )
     end = len(prompt) + len(body)
     return PlannedText(prompt + body + after, (Span(len(prompt), end, i),), reason)
+
+
+def _after_opened_thought(prompt: str, content: str) -> str:
+    """The content without its own ``<think>`` where the generation prompt has opened one already."""
+    opens = prompt.rstrip().endswith("<think>") and content.lstrip().startswith("<think>")
+    return content.lstrip().removeprefix("<think>").lstrip("\n") if opens else content
 
 
 def _lead(prompt: str, before: str, earlier: Sequence[Message]) -> str:

@@ -1,0 +1,125 @@
+"""Which chat template a run uses, as text, and with its dates frozen."""
+
+from __future__ import annotations
+
+import datetime as dt
+import importlib.resources
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import TemplateSyntaxError
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from legato.errors import ConfigError
+
+PACKAGED = ("alpaca", "chatml")
+GENERATION_TAG = re.compile(r"{%-?\s*generation\s*-?%}")
+DATE_CALL = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """A template that has been found.
+
+    Attributes:
+        text: As it belongs into a checkpoint's tokenizer.
+        frozen: The same with the run's date written in: what is rendered.
+        note: What to say about the choice; empty for the tokenizer's own.
+    """
+
+    text: str
+    frozen: str
+    note: str
+
+    @property
+    def marks_answers(self) -> bool:
+        """True if the template says itself, with ``{% generation %}``, what the model produces."""
+        return GENERATION_TAG.search(self.text) is not None
+
+
+def resolve_template(
+    tokenizer: PreTrainedTokenizerBase, template: str, *, start_date: dt.date
+) -> ChatTemplate:
+    """Find a template by name or path.
+
+    Args:
+        tokenizer: Whose own template ``auto`` means, and whose tokens a packaged one needs.
+        template: ``auto``, ``alpaca``, ``chatml``, or the path of a Jinja file.
+        start_date: Written wherever the template asks for today.
+
+    Returns:
+        The template.
+
+    Raises:
+        ConfigError: No such file, not Jinja, tokens that the tokenizer lacks, a date that can't be
+            frozen.
+    """
+    text, note = _find(tokenizer, template)
+    frozen = _freeze_date(text, start_date)
+    try:
+        render_jinja_template([], chat_template=frozen)
+    except TemplateSyntaxError as error:
+        raise ConfigError(
+            f"chat_template: {template}: line {error.lineno}: isn't Jinja: {error.message}"
+        ) from None
+    return ChatTemplate(text, frozen, note)
+
+
+def opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the tokenizer itself puts before a text, as at inference: a BOS, or nothing."""
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    ids = tokenizer("a")["input_ids"]
+    return next((ids[:k] for k in range(len(ids)) if ids[k : k + len(bare)] == bare), [])
+
+
+def _find(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, str]:
+    if template == "auto" and tokenizer.chat_template:
+        return str(tokenizer.get_chat_template()), ""
+    if template in ("auto", *PACKAGED):
+        name = "alpaca" if template == "auto" else template
+        why = " (the tokenizer has none of its own)" if template == "auto" else ""
+        return _packaged(tokenizer, name), f"chat template: the packaged {name}{why}"
+    path = Path(template).expanduser()
+    if not path.is_file():
+        raise ConfigError(
+            f"chat_template: {template}: no such file. "
+            f"Expected auto, {', '.join(PACKAGED)} or a Jinja file."
+        )
+    try:
+        return path.read_text("utf-8"), f"chat template: {path}"
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"chat_template: {template}: isn't UTF-8 at byte {error.start}") from None
+
+
+def _packaged(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
+    file = importlib.resources.files("legato.data").joinpath(f"chat_templates/{name}.jinja")
+    text = file.read_text("utf-8")
+    if name == "chatml":
+        vocabulary = tokenizer.get_vocab()
+        missing = [mark for mark in ("<|im_start|>", "<|im_end|>") if mark not in vocabulary]
+        if missing:
+            raise ConfigError(
+                f"chat_template chatml: the tokenizer has no {' and no '.join(missing)}. "
+                "Use chat_template: alpaca."
+            )
+    elif tokenizer.eos_token is None:
+        raise ConfigError(
+            "chat_template alpaca: the tokenizer has no eos_token to end an answer with"
+        )
+    if opening_ids(tokenizer) == [tokenizer.bos_token_id]:
+        text = "{{- bos_token -}}\n" + text
+    return text
+
+
+def _freeze_date(template: str, day: dt.date) -> str:
+    """Write the date in, so that a resumed run renders the same text."""
+    moment = dt.datetime.combine(day, dt.time())
+    frozen = DATE_CALL.sub(lambda call: repr(moment.strftime(call.group(2))), template)
+    if "strftime_now(" in frozen:
+        raise ConfigError(
+            "the chat template writes the date in a form that can't be frozen, so a resumed run "
+            "would train on another text. Give chat_template a copy of it with a fixed date."
+        )
+    return frozen
