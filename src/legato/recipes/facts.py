@@ -1,0 +1,110 @@
+"""What a run knows of itself before step 1, for the start block and the checks."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from legato.config.schema import RunConfig
+from legato.data.show import marked_sample
+from legato.parallel.world import World
+from legato.recipes.parts import RunData, RunParts
+from legato.report.start import StartFacts, start_block
+
+logger = logging.getLogger(__name__)
+
+
+def start_facts(
+    config: RunConfig,
+    *,
+    config_name: str,
+    world: World,
+    data: RunData,
+    parts: RunParts,
+    total_steps: int,
+    checkpoint_bytes: int,
+    source: str | None = None,
+    resume_step: int = 0,
+) -> StartFacts:
+    """Gather what the start block shows."""
+    when = config.save_every_n_train_steps
+    if isinstance(when, int):
+        save_when = f"every {when} steps"
+    else:
+        save_when = "" if when is None else f"from step {when.first} on, ever more rarely"
+    return StartFacts(
+        config_name=config_name,
+        recipe=config.recipe,
+        model=config.model,
+        num_parameters=parts.num_parameters,
+        num_trainable_parameters=parts.num_trainable_parameters,
+        dtype=config.dtype,
+        master_weights=config.master_weights,
+        device=world.device.type,
+        device_detail=device_detail(world.device),
+        world_size=world.world_size,
+        num_samples=len(data.train),
+        num_tokens=data.train.num_tokens,
+        num_trained_tokens=data.train.num_loss_tokens,
+        epochs=config.epochs,
+        steps_per_epoch=data.loader.steps_per_epoch,
+        total_steps=total_steps,
+        global_batch_size=config.batch_size * config.gradient_accumulation_steps * world.world_size,
+        batch_size=config.batch_size,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        save_when=save_when,
+        checkpoint_bytes=checkpoint_bytes,
+        output_dir=config.output_dir,
+        free_bytes=free_bytes(Path(config.output_dir)),
+        resumes_from=source,
+        resume_step=resume_step,
+    )
+
+
+def device_detail(device: torch.device) -> str:
+    """A GPU's name; on a CPU the number of threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{torch.get_num_threads()} threads" if device.type == "cpu" else ""
+
+
+def free_bytes(folder: Path) -> int | None:
+    """Free space where ``folder`` is or will be."""
+    there = next((p for p in (folder, *folder.absolute().parents) if p.exists()), None)
+    return None if there is None else shutil.disk_usage(there).free
+
+
+def estimated_checkpoint_bytes(config: RunConfig, parts: RunParts) -> int:
+    """Bytes of one checkpoint before there is an optimizer state to measure."""
+    tensors = parts.saved["model"].tensors.values()
+    weights = sum(t.numel() * t.element_size() for t in tensors)
+    if config.save_only_model:
+        return weights
+    num_moments = 0 if config.optimizer.name == "sgd" else 2
+    masters = parts.saved["model"].masters.values()
+    held = parts.model.parameters.values()
+    return (
+        weights
+        + sum(t.numel() * t.element_size() for t in masters)
+        + num_moments * sum(t.numel() * t.element_size() for t in held)
+    )
+
+
+def introduce(facts: StartFacts, data: RunData) -> None:
+    """Say what is about to be trained, and show one row as the model will see it."""
+    for line in data.train.report.lines():
+        logger.info("%s", line)
+    if data.eval_loader is not None:
+        logger.info("evaluation: %d rows held out", data.eval_loader.rows_per_epoch)
+    logger.info("%s", start_block(facts))
+    console = Console(stderr=True)
+    sample = data.train[data.loader.step_rows(1)[0]] if data.loader.steps_per_epoch else None
+    if sample is not None:
+        console.print(
+            f"one sample ({sample.sample_id}), what is trained in [[ ]]:", highlight=False
+        )
+        console.print(marked_sample(sample, data.tokenizer, brackets=True))

@@ -1,0 +1,324 @@
+"""The loop. A run is: fetch, step, evaluate, save, log, until the last step.
+
+Every recipe goes through this one loop; what differs between them is in the parts it is given.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+
+from legato.checkpoint import Checkpointer, PendingSave, SaveRecord
+from legato.data.loader import Batch, Loader
+from legato.errors import NonFiniteError, StopRequested
+from legato.train.masters import Masters
+from legato.train.signals import StopSignals
+from legato.train.state import BestMetric, TrainState
+from legato.train.step import StepResult, train_step
+
+Evaluate = Callable[[Callable[[], bool]], Mapping[str, Any] | None]
+"""Asks between batches whether to stop; gives ``eval_loss`` and more, or None when it stopped."""
+
+
+@dataclass(frozen=True)
+class TrainableModel:
+    """A causal language model as the loop sees it.
+
+    Attributes:
+        module: The live module; switched between train and eval mode.
+        decode: ``(input_ids [B, T]) -> hidden [B, T, D]``.
+        head: ``hidden [N, D] -> logits [N, V]``.
+        parameters: Canonical name -> the tensor that the optimizer updates: the trainable
+            parameter, or its fp32 master.
+        masters: fp32 copies of lower-precision parameters; None when there are none.
+    """
+
+    module: nn.Module
+    decode: Callable[..., Any]
+    head: nn.Module
+    parameters: Mapping[str, nn.Parameter]
+    masters: Masters | None = None
+
+
+class StepSet(Protocol):
+    """Some of the steps of a run: ``EverySteps``, ``LogSchedule``."""
+
+    def due(self, step: int) -> bool:
+        """Whether ``step`` is one of them."""
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """When the loop evaluates and logs; when it saves is the checkpointer's own policy.
+
+    Attributes:
+        evaluate: None: at the last step only.
+        log: Steps that are logged; the first and the last one always are.
+    """
+
+    evaluate: StepSet | None
+    log: StepSet
+
+
+@dataclass(frozen=True)
+class WatchedMetric:
+    """Which value makes a checkpoint ``best``.
+
+    Attributes:
+        name: ``eval_loss`` or ``train_loss``.
+        greater_is_better: Direction.
+    """
+
+    name: str = "eval_loss"
+    greater_is_better: bool = False
+
+    def improves(self, value: float, best: BestMetric | None) -> bool:
+        """Whether ``value`` beats ``best``; a NaN never does."""
+        if value != value:  # NaN
+            return False
+        if best is None:
+            return True
+        return value > best.value if self.greater_is_better else value < best.value
+
+
+class Reporter(Protocol):
+    """Who hears what happens: metrics file, loggers, progress bar."""
+
+    def step(self, step: int, values: Mapping[str, float | int | None], *, log: bool) -> None:
+        """A step is done; ``log`` says that it is one of the logged ones."""
+
+    def evaluated(self, step: int, values: Mapping[str, Any]) -> None:
+        """An evaluation is done."""
+
+    def saved(self, record: SaveRecord) -> None:
+        """A save was committed, or failed."""
+
+    def saving(self, step: int) -> None:
+        """A save began."""
+
+    def note(self, message: str) -> None:
+        """Something the user should read."""
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """How a call of :meth:`Trainer.fit` ended.
+
+    Attributes:
+        last_step: The last optimizer step that was completed.
+        saves: Every save that was committed or failed, in order.
+    """
+
+    last_step: int
+    saves: tuple[SaveRecord, ...]
+
+
+class Trainer:
+    """Takes optimizer steps from ``state.step + 1`` to the last one.
+
+    Args:
+        model: What is trained.
+        optimizer: Over exactly ``model.parameters``.
+        loader: Rows of each step: a pure function of the step.
+        learning_rate: ``step -> lr``, a pure function of the step.
+        checkpointer: Saves; an open one. The caller closes it.
+        saved: What a checkpoint holds, by name; ``saved["trainer"]`` is ``state``.
+        state: Counters; already restored when resuming.
+        total_steps: Last step of the run; evaluated whatever the interval.
+        stop_after_step: Last step of this process, when it is to end before the run does.
+        intervals: When to evaluate and log.
+        reporter: Who hears of it.
+        evaluate: The evaluation; None: there is no evaluation data.
+        watched: What ``best`` means.
+        clip_grad_norm: Largest global gradient norm, L2; None: no clipping.
+        on_nonfinite: ``stop`` or ``skip`` when a loss or gradient isn't finite.
+        seed: Root of the derived random streams.
+        rank: This process's number.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: TrainableModel,
+        optimizer: Any,
+        loader: Loader,
+        learning_rate: Callable[[int], float],
+        checkpointer: Checkpointer,
+        saved: Mapping[str, Any],
+        state: TrainState,
+        total_steps: int,
+        intervals: Intervals,
+        reporter: Reporter,
+        stop_after_step: int | None = None,
+        evaluate: Evaluate | None = None,
+        watched: WatchedMetric | None = None,
+        clip_grad_norm: float | None = 1.0,
+        on_nonfinite: str = "stop",
+        seed: int = 0,
+        rank: int = 0,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.loader = loader
+        self.learning_rate = learning_rate
+        self.checkpointer = checkpointer
+        self.saved = saved
+        self.state = state
+        self.total_steps = total_steps
+        self.last_step = min(total_steps, stop_after_step or total_steps)
+        self.intervals = intervals
+        self.reporter = reporter
+        self.evaluate = evaluate
+        self.watched = watched or WatchedMetric()
+        self.clip_grad_norm = clip_grad_norm
+        self.on_nonfinite = on_nonfinite
+        self.seed = seed
+        self.rank = rank
+        self._saves: list[SaveRecord] = []
+        self._signals = StopSignals(checkpointer.output_dir)
+
+    def fit(self) -> FitResult:
+        """Train to the last step, save there, and wait until that checkpoint is on disk.
+
+        Returns:
+            What happened.
+
+        Raises:
+            StopRequested: A signal asked for a stop; the checkpoint of the step it came in is on
+                disk.
+            NonFiniteError: A loss or gradient wasn't finite, and ``on_nonfinite`` is ``stop``; the
+                weights of the step before are on disk.
+            CheckpointWriteError: The final checkpoint couldn't be written.
+        """
+        self.model.module.train()
+        metrics: dict[str, Any] = {}
+        stopped_by: int | None = None
+        with self._signals:
+            try:
+                for step in range(self.state.step + 1, self.last_step + 1):
+                    began = time.perf_counter()
+                    batches = self.loader.micro_batches(step)
+                    result = self._train_step(step, batches)
+                    self._count(batches, result)
+                    self._report_step(step, result, seconds=time.perf_counter() - began)
+
+                    metrics = self._evaluate_if_due(step)
+                    request = self._signals.poll()
+                    self._save_if_due(step, metrics, signalled=request.save)
+                    self._report_saves()
+                    if request.stop is not None:
+                        stopped_by = request.stop
+                        break
+            except NonFiniteError:
+                # The check comes before the update: the weights are those of the step before.
+                self._final_save({}, reason="error")
+                raise
+            self._final_save(metrics, reason="final" if stopped_by is None else "signal")
+        if stopped_by is not None:
+            raise StopRequested(stopped_by)
+        return FitResult(last_step=self.state.step, saves=tuple(self._saves))
+
+    def _train_step(self, step: int, batches: list[Batch]) -> StepResult:
+        return train_step(
+            batches,
+            decode=self.model.decode,
+            head=self.model.head,
+            optimizer=self.optimizer,
+            parameters=self.model.parameters,
+            masters=self.model.masters,
+            lr=self.learning_rate(step),
+            clip_grad_norm=self.clip_grad_norm,
+            on_nonfinite=self.on_nonfinite,
+            seed=self.seed,
+            step=step,
+            rank=self.rank,
+            # The snapshot of the last save must be complete before weights change.
+            before_update=self.checkpointer.wait_staged,
+        )
+
+    def _count(self, batches: list[Batch], result: StepResult) -> None:
+        self.state.advance(
+            rows=len(self.loader.step_rows(self.state.step + 1)),
+            tokens=result.num_tokens,
+            loss=0.0 if result.skipped else result.loss,
+            loss_tokens=0 if result.skipped else result.num_loss_tokens,
+        )
+        if result.skipped:
+            ids = [sample_id for batch in batches for sample_id in batch.sample_ids]
+            self.reporter.note(
+                f"step {self.state.step}: loss {result.loss}, gradient norm {result.grad_norm}: "
+                f"no update was made; samples {', '.join(ids[:8])}"
+            )
+
+    def _report_step(self, step: int, result: StepResult, *, seconds: float) -> None:
+        values = {
+            "loss": result.loss,
+            "lr": self.learning_rate(step),
+            "grad_norm": result.grad_norm,
+            "num_tokens": result.num_tokens,
+            "num_loss_tokens": result.num_loss_tokens,
+            "step_seconds": seconds,
+            "tokens_per_second": result.num_tokens / seconds,
+            "epoch": self.loader.epoch_of(step),
+        }
+        log = self.intervals.log.due(step) or step == self.last_step
+        self.reporter.step(step, values, log=log)
+
+    def _evaluate_if_due(self, step: int) -> dict[str, Any]:
+        """The evaluation's values when one is due at ``step`` and wasn't cut short; else empty."""
+        if self.evaluate is None:
+            return {}
+        interval = self.intervals.evaluate
+        if step != self.total_steps and (interval is None or not interval.due(step)):
+            return {}
+        values = dict(self.evaluate(self._signals.stop_requested) or {})
+        if values:
+            self.reporter.evaluated(step, values)
+        return values
+
+    def _save_if_due(self, step: int, metrics: Mapping[str, Any], *, signalled: bool) -> None:
+        reason = self.checkpointer.due(
+            step,
+            epoch_end=self.loader.epoch_of(step) != self.loader.epoch_of(step + 1),
+            new_best=self._is_new_best(metrics),
+            signalled=signalled,
+        )
+        if reason is not None:
+            self._save(metrics, reason=reason)
+
+    def _is_new_best(self, metrics: Mapping[str, Any]) -> bool:
+        """Whether ``metrics`` hold a new best; remembered in the state, NaN never wins."""
+        value = metrics.get(self.watched.name)
+        if value is None or not self.watched.improves(value, self.state.best):
+            return False
+        self.state.best = BestMetric(value=value, step=self.state.step)
+        return True
+
+    def _save(self, metrics: Mapping[str, Any], *, reason: str) -> PendingSave:
+        values = dict(metrics)
+        if self.state.window_train_loss is not None:
+            values["train_loss"] = self.state.window_train_loss
+            if self.watched.name == "train_loss":
+                self._is_new_best(values)
+        self.state.close_window()
+        pending = self.checkpointer.save(
+            self.saved, step=self.state.step, reason=reason, metrics=values
+        )
+        self.reporter.saving(self.state.step)
+        return pending
+
+    def _report_saves(self) -> None:
+        for record in self.checkpointer.poll():
+            self._saves.append(record)
+            self.reporter.saved(record)
+
+    def _final_save(self, metrics: Mapping[str, Any], *, reason: str) -> None:
+        """The checkpoint that every run ends with; the engine returns a committed one as it is."""
+        try:
+            self._save(metrics, reason=reason).result()
+        finally:
+            self._report_saves()

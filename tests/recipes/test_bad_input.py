@@ -1,0 +1,189 @@
+"""Bad input: one message that says where, what was expected, what was found, and no debris."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.runs import RECIPES, legato, steps_in, write_config
+from tests.helpers.tiny import write_model
+
+Case = Callable[[Path, Path], list[str]]
+
+
+def no_model(folder: Path, model: Path) -> list[str]:
+    return ["model=nowhere/at/all/folder"]
+
+
+def model_without_weights(folder: Path, model: Path) -> list[str]:
+    bare = folder / "bare"
+    shutil.copytree(model, bare)
+    (bare / "model.safetensors").unlink()
+    return [f"model={bare}"]
+
+
+def broken_header(folder: Path, model: Path) -> list[str]:
+    broken = folder / "broken"
+    shutil.copytree(model, broken)
+    with (broken / "model.safetensors").open("r+b") as file:
+        file.write(b"\xff" * 8)
+    return [f"model={broken}"]
+
+
+def truncated_weights(folder: Path, model: Path) -> list[str]:
+    broken = folder / "truncated"
+    shutil.copytree(model, broken)
+    with (broken / "model.safetensors").open("r+b") as file:
+        file.truncate(3000)
+    return [f"model={broken}"]
+
+
+def broken_line(folder: Path, model: Path) -> list[str]:
+    data = folder / "broken.jsonl"
+    data.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a", \n')
+    return [f"datasets.0.path={data}"]
+
+
+def unknown_format(folder: Path, model: Path) -> list[str]:
+    return ["datasets.0.type=alpacca"]
+
+
+def wrong_columns(folder: Path, model: Path) -> list[str]:
+    return ["datasets.0.columns={prompt: question}"]
+
+
+def empty_data(folder: Path, model: Path) -> list[str]:
+    data = folder / "empty.jsonl"
+    data.write_text("")
+    return [f"datasets.0.path={data}"]
+
+
+def no_data(folder: Path, model: Path) -> list[str]:
+    return ["datasets.0.path=absent.jsonl"]
+
+
+def template_that_drops_the_answer(folder: Path, model: Path) -> list[str]:
+    template = folder / "bad.jinja"
+    template.write_text(
+        "{% for m in messages %}"
+        "{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}"
+        "{% endfor %}"
+    )
+    return [f"chat_template={template}"]
+
+
+def too_long(folder: Path, model: Path) -> list[str]:
+    return ["max_seq_len=100000"]
+
+
+def all_rows_too_long(folder: Path, model: Path) -> list[str]:
+    return ["max_seq_len=8"]
+
+
+def output_is_a_file(folder: Path, model: Path) -> list[str]:
+    (folder / "occupied").write_text("")
+    return [f"output_dir={folder / 'occupied'}"]
+
+
+def unknown_key(folder: Path, model: Path) -> list[str]:
+    return ["sav_every_n_train_steps=3"]
+
+
+def torchrun_option(folder: Path, model: Path) -> list[str]:
+    return ["--nproc_per_node=2"]
+
+
+CASES: list[tuple[Case, int, list[str]]] = [
+    (no_model, 2, ["nowhere/at/all/folder"]),
+    (model_without_weights, 1, ["bare", "weights"]),
+    (broken_header, 1, ["model.safetensors"]),
+    (truncated_weights, 1, ["model.safetensors"]),
+    (broken_line, 1, ["broken.jsonl:2"]),
+    (unknown_format, 2, ["datasets.0.type", "alpaca"]),
+    (wrong_columns, 1, ["question", "completion"]),
+    (empty_data, 1, ["empty.jsonl"]),
+    (no_data, 2, ["absent.jsonl", "no such file"]),
+    (template_that_drops_the_answer, 1, ["template"]),
+    (too_long, 2, ["max_seq_len", "512"]),
+    (all_rows_too_long, 1, ["max_seq_len", "8"]),
+    (output_is_a_file, 2, ["occupied"]),
+    (unknown_key, 2, ["save_every_n_train_steps"]),
+    (torchrun_option, 2, ["nproc_per_node", "distributed"]),
+]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("case", "code", "words"), CASES, ids=[case.__name__ for case, *_ in CASES]
+)
+def test_bad_input_is_one_message_before_step_1_and_leaves_no_step(
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    recipe: str,
+    case: Case,
+    code: int,
+    words: list[str],
+) -> None:
+    config = write_config(tmp_path, model=tiny_model_dir, recipe=recipe)
+    arguments = case(tmp_path, tiny_model_dir)
+    assert legato("run", "--config", config, *arguments) == code
+    message = capsys.readouterr().err
+    assert message.count("error:") == 1
+    assert "Traceback" not in message
+    assert all(word in message for word in words), message
+    assert steps_in(tmp_path / "out") == []
+    leftovers = (
+        [p.name for p in (tmp_path / "out").glob("*")] if (tmp_path / "out").exists() else []
+    )
+    assert not [name for name in leftovers if "step" in name]
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_shapes(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path, model=tiny_model_dir, recipe=RECIPES[0])
+    assert legato("run", "--config", config, "max_steps=1") == 0
+    other = write_model(tmp_path / "wide", hidden_size=48)
+    capsys.readouterr()
+    arguments = ["max_steps=2", f"model={other}", "--accept-changes"]
+    assert legato("run", "--config", config, *arguments) == 1
+    message = capsys.readouterr().err
+    assert "step_1" in message
+    assert "(272, 32)" in message
+    assert "(272, 48)" in message
+
+
+def test_a_model_family_whose_file_keys_differ_is_refused_by_name(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moe = tmp_path / "moe"
+    shutil.copytree(tiny_model_dir, moe)
+    values = json.loads((moe / "config.json").read_text())
+    values |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+    (moe / "config.json").write_text(json.dumps(values))
+    config = write_config(tmp_path, model=moe, recipe=RECIPES[0])
+    assert legato("run", "--config", config) != 0
+    assert "mixtral" in capsys.readouterr().err.lower()
+
+
+def test_a_row_that_makes_the_loss_infinite_stops_the_run_and_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    model = write_model(tmp_path / "model", tie_word_embeddings=False)
+    weights = load_file(model / "model.safetensors")
+    weights["model.embed_tokens.weight"][ord("K")] = float("inf")  # only rows with a K are touched
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    assert torch.isinf(weights["model.embed_tokens.weight"]).any()
+    config = write_config(tmp_path, model=model, recipe=RECIPES[0])
+    assert legato("run", "--config", config) == 1
+    message = capsys.readouterr().err
+    assert "orders.jsonl:" in message
+    assert "on_nonfinite=skip" in message

@@ -1,0 +1,178 @@
+"""N steps == k steps, stop, resume, N - k steps: bit for bit, for every recipe."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.runs import (
+    RECIPES,
+    assert_same_tensors,
+    legato,
+    losses,
+    steps_in,
+    write_config,
+)
+from tests.helpers.tiny import write_model
+
+TOTAL_STEPS = 8  # epochs of 3 steps: 1-3, 4-6, 7-9
+
+
+@pytest.fixture(scope="module")
+def dropout_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("dropout") / "model", attention_dropout=0.1)
+
+
+@pytest.fixture(scope="module", params=[(r, d) for r in RECIPES for d in ("fp32", "bf16")], ids=str)
+def whole_run(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    dropout_model: Path,
+) -> tuple[Path, list[str]]:
+    """A run that nobody disturbed: its output_dir, and the arguments that make it."""
+    recipe, dtype = request.param
+    folder = tmp_path_factory.mktemp("whole")
+    config = write_config(
+        folder, model=dropout_model, recipe=recipe, dtype=dtype, epochs=3, max_steps=TOTAL_STEPS
+    )
+    arguments = ["run", "--config", str(config)]
+    assert legato(*arguments) == 0
+    return folder / "out", arguments
+
+
+@pytest.mark.parametrize(
+    "stops",
+    [[1], [2], [3], [4], [5], [6], [7], [2, 3, 5]],
+    ids=lambda stops: "stop_after_" + "_".join(map(str, stops)),
+)
+def test_a_stopped_and_resumed_run_is_the_undisturbed_one_bit_for_bit(
+    tmp_path: Path, whole_run: tuple[Path, list[str]], stops: list[int]
+) -> None:
+    whole, arguments = whole_run
+    here = tmp_path / "out"
+    for stop in stops:
+        code = legato(
+            *arguments,
+            f"output_dir={here}",
+            f"stop_after_step={stop}",
+            "save_every_n_train_steps=2",
+        )
+        assert code == 0
+        assert steps_in(here)[-1] == stop
+    assert legato(*arguments, f"output_dir={here}") == 0
+    assert_same_tensors(here / f"step_{TOTAL_STEPS}", whole / f"step_{TOTAL_STEPS}")
+    assert losses(here) == losses(whole)
+    counters = []
+    for folder in (here, whole):
+        stored = json.loads((folder / f"step_{TOTAL_STEPS}/state/trainer.json").read_text())
+        counters.append({key: stored[key] for key in ("step", "rows_seen", "tokens_seen")})
+    assert counters[0] == counters[1]
+    assert counters[0]["rows_seen"] == 10 + 10 + 8
+
+
+def test_weights_before_a_save_are_the_weights_after_it(
+    tmp_path: Path, whole_run: tuple[Path, list[str]]
+) -> None:
+    """A run that saves at every step takes the same path as one that saves at the end only."""
+    whole, arguments = whole_run
+    here = tmp_path / "out"
+    assert legato(*arguments, f"output_dir={here}", "save_every_n_train_steps=1") == 0
+    assert losses(here) == losses(whole)
+    assert_same_tensors(here / f"step_{TOTAL_STEPS}", whole / f"step_{TOTAL_STEPS}")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_finished_run_says_that_nothing_is_left_and_changes_nothing(
+    tmp_path: Path, tiny_model_dir: Path, recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path, model=tiny_model_dir, recipe=recipe)
+    assert legato("run", "--config", config, "max_steps=2") == 0
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "out" / "step_2").rglob("*")}
+    capsys.readouterr()
+    assert legato("run", "--config", config, "max_steps=2") == 0
+    assert "nothing left to do" in capsys.readouterr().err
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "out" / "step_2").rglob("*")} == before
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_more_steps_go_on_and_say_what_the_learning_rate_does(
+    tmp_path: Path, tiny_model_dir: Path, recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(
+        tmp_path, model=tiny_model_dir, recipe=recipe, epochs=None, lr_scheduler={"name": "linear"}
+    )
+    assert legato("run", "--config", config, "max_steps=4") == 0
+    capsys.readouterr()
+    assert legato("run", "--config", config, "max_steps=6") == 0
+    said = " ".join(capsys.readouterr().err.split())
+    # peak 5e-3, linear: step 5 of 4 is past the end; of 6 it has 2 of 6 left.
+    assert "lr at step 5: was 0, now 0.00167" in said
+    assert steps_in(tmp_path / "out") == [4, 6]
+    assert sorted(losses(tmp_path / "out")) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_changed_field_that_a_run_cannot_change_is_refused_with_both_values(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path, model=tiny_model_dir, recipe=RECIPES[0])
+    assert legato("run", "--config", config, "max_steps=1") == 0
+    capsys.readouterr()
+    assert legato("run", "--config", config, "max_steps=2", "seed=4") == 2
+    message = capsys.readouterr().err
+    assert "seed: was 3, now 4" in message
+    assert "--accept-changes" in message
+    assert steps_in(tmp_path / "out") == [1]
+    assert legato("run", "--config", config, "max_steps=2", "seed=4", "--accept-changes") == 0
+    assert steps_in(tmp_path / "out") == [1, 2]
+
+
+def test_the_same_global_batch_cut_otherwise_is_no_change(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    config = write_config(tmp_path, model=tiny_model_dir, recipe=RECIPES[0])
+    assert legato("run", "--config", config, "max_steps=1") == 0
+    cut = ["batch_size=4", "gradient_accumulation_steps=1"]
+    assert legato("run", "--config", config, "max_steps=2", *cut) == 0
+    assert steps_in(tmp_path / "out") == [1, 2]
+
+
+def test_a_checkpoint_without_state_cannot_be_resumed_and_the_message_says_how(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path, model=tiny_model_dir, recipe=RECIPES[0])
+    assert legato("run", "--config", config, "max_steps=1", "save_only_model=true") == 0
+    assert not (tmp_path / "out" / "step_1" / "state").exists()
+    capsys.readouterr()
+    assert legato("run", "--config", config, "max_steps=2") != 0
+    message = capsys.readouterr().err
+    assert "step_1" in message
+    assert "save_only_model" in message
+
+
+def test_start_over_moves_the_steps_in_the_way_and_deletes_nothing(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path, model=tiny_model_dir, recipe=RECIPES[0])
+    assert legato("run", "--config", config, "max_steps=2", "save_every_n_train_steps=1") == 0
+    capsys.readouterr()
+    again = ["run", "--config", config, "max_steps=2", "resume_from_checkpoint=false"]
+    assert legato(*again) != 0
+    message = capsys.readouterr().err
+    assert "step_1" in message
+    assert "--start-over" in message
+    assert legato(*again, "--start-over") == 0
+    assert steps_in(tmp_path / "out") == [2]
+    [moved] = (tmp_path / "out").glob(".old-*")
+    assert steps_in(moved) == [1, 2]
+
+
+def test_an_explicit_path_resumes_from_that_step(tmp_path: Path, tiny_model_dir: Path) -> None:
+    config = write_config(tmp_path, model=tiny_model_dir, recipe=RECIPES[0], epochs=2)
+    assert legato("run", "--config", config, "save_every_n_train_steps=2") == 0
+    other = tmp_path / "other"
+    source = tmp_path / "out" / "step_4"
+    arguments = [f"resume_from_checkpoint={source}", f"output_dir={other}"]
+    assert legato("run", "--config", config, *arguments) == 0
+    assert_same_tensors(other / "step_6", tmp_path / "out" / "step_6")

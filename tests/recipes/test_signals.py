@@ -1,0 +1,113 @@
+"""Signals and the trigger file, on a real process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from legato.report.metrics import read_events
+from tests.helpers.runs import RECIPES, legato, losses, steps_in, write_config
+
+pytestmark = pytest.mark.slow
+
+
+def start(config: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "legato", "run", "--config", str(config), *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def wait_for_step(output_dir: Path, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if (output_dir / "metrics.jsonl").exists():
+            done = [
+                e["step"] for e in read_events(output_dir / "metrics.jsonl") if e["event"] == "step"
+            ]
+            if done and max(done) >= step:
+                return
+        assert process.poll() is None, process.stdout.read() if process.stdout else ""
+        time.sleep(0.05)
+    raise AssertionError(f"step {step} wasn't reached")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"]
+)
+def test_a_stop_signal_saves_the_step_it_came_in_and_the_same_command_goes_on(
+    tmp_path: Path, tiny_model_dir: Path, recipe: str, number: signal.Signals, code: int
+) -> None:
+    config = write_config(tmp_path, model=tiny_model_dir, recipe=recipe, epochs=None, max_steps=400)
+    out = tmp_path / "out"
+    process = start(config)
+    wait_for_step(out, 3, process)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == code, output
+    assert "Traceback" not in output
+    [step] = steps_in(out)
+    assert max(losses(out)) == step
+    assert step < 400
+    assert legato("run", "--config", config, f"stop_after_step={step + 1}") == 0
+    assert steps_in(out) == [step, step + 1]
+
+
+def test_sigusr1_and_the_trigger_file_save_and_go_on(tmp_path: Path, tiny_model_dir: Path) -> None:
+    config = write_config(
+        tmp_path, model=tiny_model_dir, recipe=RECIPES[1], epochs=None, max_steps=4000
+    )
+    out = tmp_path / "out"
+    process = start(config)
+    wait_for_step(out, 3, process)
+    process.send_signal(signal.SIGUSR1)
+    deadline = time.monotonic() + 60
+    while not steps_in(out) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    [first] = steps_in(out)
+    (out / "SAVE").touch()
+    while len(steps_in(out)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(steps_in(out)) == 2
+    assert not (out / "SAVE").exists()
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=120)
+    assert process.returncode == 143
+    assert steps_in(out)[0] == first
+    assert len(steps_in(out)) == 3
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_kill_9_loses_at_most_what_came_after_the_newest_checkpoint(
+    tmp_path: Path, tiny_model_dir: Path, recipe: str
+) -> None:
+    config = write_config(
+        tmp_path,
+        model=tiny_model_dir,
+        recipe=recipe,
+        epochs=None,
+        max_steps=60,
+        lr_scheduler={"name": "linear"},
+    )
+    whole = tmp_path / "whole"
+    assert (
+        legato("run", "--config", config, f"output_dir={whole}", "save_every_n_train_steps=null")
+        == 0
+    )
+    out = tmp_path / "out"
+    for wanted in (5, 25):
+        process = start(config, "save_every_n_train_steps=1", "keep_last_n_checkpoints=2")
+        wait_for_step(out, wanted, process)
+        process.kill()
+        process.wait()
+    assert legato("run", "--config", config, "save_every_n_train_steps=20") == 0
+    assert losses(out) == losses(whole)
