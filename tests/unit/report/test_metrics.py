@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from legato.report.metrics import MetricsLog, read_events
+
+
+class ListLogger:
+    name = "list"
+
+    def __init__(self, *, fail: bool = False) -> None:
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.num_closed = 0
+        self.fail = fail
+
+    def log(self, event: str, fields: Mapping[str, Any]) -> None:
+        if self.fail:
+            raise ConnectionError("no route")
+        self.events.append((event, dict(fields)))
+
+    def close(self) -> None:
+        self.num_closed += 1
+        if self.fail:
+            raise ConnectionError("no route")
+
+
+def strict_json(line: str) -> Any:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} isn't JSON")
+
+    return json.loads(line, parse_constant=refuse)
+
+
+def test_each_event_is_one_line_of_json_in_the_order_written(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "run" / "metrics.jsonl", clock=lambda: 12.5)
+    log.write("start", model="a\nb", optimizer={"lr": 1e-3, "betas": [0.9, 0.99]}, num_tokens=7)
+    log.write("step", step=1, loss=0.5)
+    log.close()
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [strict_json(line) for line in lines] == [
+        {
+            "event": "start",
+            "time": 12.5,
+            "model": "a\nb",
+            "optimizer": {"lr": 1e-3, "betas": [0.9, 0.99]},
+            "num_tokens": 7,
+        },
+        {"event": "step", "time": 12.5, "step": 1, "loss": 0.5},
+    ]
+
+
+def test_numbers_that_arent_finite_are_null_and_named_beside(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl", clock=lambda: 0.0)
+    log.write("step", step=1, loss=math.nan, grad_norm=math.inf, more={"low": -math.inf}, lr=0.0)
+    log.close()
+    assert strict_json((tmp_path / "metrics.jsonl").read_text()) == {
+        "event": "step",
+        "time": 0.0,
+        "step": 1,
+        "loss": None,
+        "loss_text": "nan",
+        "grad_norm": None,
+        "grad_norm_text": "inf",
+        "more": {"low": None, "low_text": "-inf"},
+        "lr": 0.0,
+    }
+
+
+def test_a_line_is_there_as_soon_as_it_was_written_even_if_the_process_is_killed(
+    tmp_path: Path,
+) -> None:
+    code = (
+        "import os, sys; from legato.report.metrics import MetricsLog;"
+        "MetricsLog(sys.argv[1]).write('step', step=1); os.kill(os.getpid(), 9)"
+    )
+    path = tmp_path / "metrics.jsonl"
+    assert subprocess.run([sys.executable, "-c", code, path], check=False).returncode == -9
+    assert [event["step"] for event in read_events(path)] == [1]
+
+
+def test_a_resumed_run_adds_to_the_file_and_removes_only_a_torn_last_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    whole = '{"event": "step", "step": 1}\n{"event": "step", "step": 2}\n'
+    path.write_text(whole + '{"event": "step", "st')
+    log = MetricsLog(path, clock=lambda: 0.0)
+    assert path.read_text() == whole
+    log.write("resume", step=1)
+    log.close()
+    assert path.read_text() == whole + '{"event": "resume", "time": 0.0, "step": 1}\n'
+
+
+def test_readers_leave_out_a_line_that_is_being_written(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"event": "step", "step": 1}\n[1]\n\xff\n{"event": "st')
+    assert list(read_events(path)) == [{"event": "step", "step": 1}]
+
+
+def test_loggers_get_the_events_with_their_raw_values(tmp_path: Path) -> None:
+    logger = ListLogger()
+    log = MetricsLog(tmp_path / "metrics.jsonl", loggers=[logger])
+    log.write("step", step=1, loss=math.inf)
+    log.close()
+    log.close()
+    assert logger.events == [("step", {"step": 1, "loss": math.inf})]
+    assert logger.num_closed == 1
+
+
+def test_a_logger_that_fails_is_said_once_and_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, bad = ListLogger(), ListLogger(fail=True)
+    log = MetricsLog(tmp_path / "metrics.jsonl", loggers=[bad, good])
+    for step in (1, 2):
+        log.write("step", step=step)
+    log.close()
+    assert len(good.events) == 2
+    assert [event["step"] for event in read_events(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert caplog.text.count("list gets no more metrics of this run: no route") == 1
+
+
+def test_closing_survives_a_logger_that_cant_close(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl", loggers=[ListLogger(fail=True)])
+    log.close()
+    assert "its last metrics may be lost" in caplog.text
+
+
+def test_a_full_disk_loses_lines_aloud_but_never_the_run_or_half_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A limit on the file's size stands for a full disk: the write is cut short, then refused."""
+    code = """
+import resource, signal, sys
+from legato.report.metrics import MetricsLog
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+log = MetricsLog(sys.argv[1], clock=lambda: 0.0)
+log.write("step", step=1)
+resource.setrlimit(resource.RLIMIT_FSIZE, (60, -1))
+log.write("step", step=2)
+log.write("step", step=3)
+resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+log.write("step", step=4)
+"""
+    path = tmp_path / "metrics.jsonl"
+    done = subprocess.run(
+        [sys.executable, "-c", code, path], capture_output=True, text=True, check=True
+    )
+    assert [strict_json(line)["step"] for line in path.read_text().splitlines()] == [1, 4]
+    assert done.stderr.count("metrics are being lost") == 1
+
+
+def test_a_folder_that_cant_be_written_is_an_error_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError) as caught:  # noqa: PT011 (the errno is checked below)
+        MetricsLog(tmp_path / "file" / "metrics.jsonl")
+    assert caught.value.errno in (errno.ENOTDIR, errno.EEXIST)
+
+
+def test_values_that_arent_json_are_refused(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        log.write("start", output_dir=Path(os.sep))
+    log.close()
