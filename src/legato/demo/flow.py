@@ -131,7 +131,7 @@ def run_demo(
     paths.folder.mkdir(parents=True, exist_ok=True)
     _get_model(paths, show=show)
     _write_data(paths, data, show=show)
-    device = str(pick_device("auto"))
+    device = pick_device("auto")
 
     if read_answers(paths.before) is None:
         show(f"3/5  before      the untouched model answers {num_held_out + num_unseen} orders ...")
@@ -180,7 +180,7 @@ def ask(paths: DemoPaths, text: str) -> str:
         raise CheckpointNotFoundError(
             f"{newest}: there is no checkpoint yet. Run the demo first: legato demo", path=newest
         )
-    model, tokenizer = load_for_generation(newest, dtype="bf16", device=str(pick_device("auto")))
+    model, tokenizer = load_for_generation(newest, device=pick_device("auto"))
     messages = [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": text}]
     return generate_batch(model, tokenizer, [messages], max_new_tokens=48, batch_size=1)[0]
 

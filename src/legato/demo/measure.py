@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+
 from legato.demo.orders import Order
 from legato.generate import generate_batch, load_for_generation
 
@@ -49,7 +51,7 @@ def answer_orders(
     step: int,
     held_out: Sequence[Order],
     unseen_names: Sequence[Order],
-    device: str,
+    device: torch.device,
 ) -> Answers:
     """Let the model of a folder answer both held-out parts, greedily.
 
@@ -58,12 +60,12 @@ def answer_orders(
         step: Which step it is; 0 for the base model.
         held_out: Orders with known names.
         unseen_names: Orders with names that training never says.
-        device: Where to run, as torch names it.
+        device: Where to run.
 
     Returns:
         The answers.
     """
-    model, tokenizer = load_for_generation(model_dir, dtype="bf16", device=device)
+    model, tokenizer = load_for_generation(model_dir, device=device)
     texts = generate_batch(
         model,
         tokenizer,
