@@ -4,15 +4,19 @@ import errno
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from legato.report.metrics import MetricsLog, read_events
+from legato.checkpoint.records import SaveRecord
+from legato.report.metrics import EventName, MetricsLog, read_events
+from legato.report.start import StartFacts
 
 
 class ListLogger:
@@ -172,3 +176,24 @@ def test_values_that_arent_json_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="not JSON serializable"):
         log.write("start", output_dir=Path(os.sep))
     log.close()
+
+
+def documented() -> dict[str, set[str]]:
+    """Event -> the fields in its table in docs/metrics.md."""
+    text = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    sections = text.split("\n### ")[1:]
+    return {
+        section.split("\n", 1)[0]: {
+            field
+            for row in re.findall(r"^\| (`.*?) \|", section, flags=re.MULTILINE)
+            for field in re.findall(r"`(\w+)`", row)
+        }
+        for section in sections
+    }
+
+
+def test_the_docs_name_every_event_and_the_fields_that_are_written() -> None:
+    events = documented()
+    assert list(events) == list(get_args(EventName))
+    assert events["start"] == {"run_id"} | {field.name for field in fields(StartFacts)}
+    assert events["save"] == {field.name for field in fields(SaveRecord)}
