@@ -1,0 +1,86 @@
+"""The same against the S3 protocol, spoken by a server on loopback (needs s3fs and moto)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from legato.storage import FileInfo, RemoteStorage
+
+s3fs = pytest.importorskip("s3fs")
+moto_server = pytest.importorskip("moto.server")
+
+ROOT = "/bucket/run"
+_PART_BYTES = 5 << 20  # S3 takes no smaller parts, except the last
+
+
+@pytest.fixture
+def filesystem() -> Iterator[Any]:
+    server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    filesystem = s3fs.S3FileSystem(
+        key="test",
+        secret="test",
+        client_kwargs={"endpoint_url": f"http://{host}:{port}", "region_name": "us-east-1"},
+        default_block_size=_PART_BYTES,
+        skip_instance_cache=True,
+    )
+    filesystem.call_s3("create_bucket", Bucket="bucket")
+    yield filesystem
+    filesystem.rm("bucket", recursive=True)
+    server.stop()
+
+
+def test_a_file_in_parts_appears_whole_when_it_is_synced(filesystem: Any) -> None:
+    storage = RemoteStorage(filesystem)
+    content = bytes(range(256)) * (3 * _PART_BYTES // 256) + b"tail"
+    storage.create_file(f"{ROOT}/a", len(content))
+    half = len(content) // 2
+    storage.write_at(f"{ROOT}/a", half, content[half:])
+    storage.write_at(f"{ROOT}/a", 0, content[:half])
+    assert storage.stat(f"{ROOT}/a") is None
+    storage.sync_file(f"{ROOT}/a")
+    assert storage.stat(f"{ROOT}/a") == FileInfo(is_folder=False, size_bytes=len(content))
+    assert storage.read_bytes(f"{ROOT}/a") == content
+    buffer = bytearray(4)
+    storage.read_into(f"{ROOT}/a", len(content) - 4, memoryview(buffer))
+    assert buffer == b"tail"
+    with pytest.raises(EOFError):
+        storage.read_into(f"{ROOT}/a", len(content) - 2, memoryview(buffer))
+
+
+def test_a_small_file_and_an_empty_one_too(filesystem: Any) -> None:
+    storage = RemoteStorage(filesystem)
+    for name, content in (("small", b"12345"), ("empty", b"")):
+        storage.create_file(f"{ROOT}/{name}", len(content))
+        storage.write_at(f"{ROOT}/{name}", 0, content)
+        assert storage.stat(f"{ROOT}/{name}") is None
+        storage.sync_file(f"{ROOT}/{name}")
+        assert storage.read_bytes(f"{ROOT}/{name}") == content
+
+
+def test_a_dropped_file_never_appears(filesystem: Any) -> None:
+    storage = RemoteStorage(filesystem)
+    storage.make_folder(f"{ROOT}/step_1")
+    storage.create_file(f"{ROOT}/step_1/a", 2 * _PART_BYTES)
+    storage.write_at(f"{ROOT}/step_1/a", 0, bytes(_PART_BYTES + 1))
+    storage.remove_tree(f"{ROOT}/step_1")
+    assert storage.list_folder(ROOT) == []
+
+
+def test_folders_are_listed_renamed_and_removed(filesystem: Any) -> None:
+    storage = RemoteStorage(filesystem)
+    storage.write_bytes(f"{ROOT}/step_1/b", b"b")
+    storage.write_bytes(f"{ROOT}/step_1/state/c", b"c")
+    assert storage.list_folder(f"{ROOT}/step_1") == ["b", "state"]
+    storage.rename(f"{ROOT}/step_1/b", f"{ROOT}/step_1/d")
+    assert storage.list_folder(f"{ROOT}/step_1") == ["d", "state"]
+    storage.rename(f"{ROOT}/step_1", f"{ROOT}/moved")
+    assert storage.list_folder(ROOT) == ["moved"]
+    assert storage.read_bytes(f"{ROOT}/moved/state/c") == b"c"
+    storage.remove_tree(f"{ROOT}/moved")
+    assert storage.list_folder(ROOT) == []
+    assert storage.stat(f"{ROOT}/moved") is None
