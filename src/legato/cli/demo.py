@@ -24,6 +24,9 @@ def demo(
     """Teach SmolLM2-135M to turn an order in plain English into JSON; run it again to go on."""
     from rich.console import Console
 
+    from legato.cli.logs import show_log
+
+    show_log()
     from legato.demo import flow
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
