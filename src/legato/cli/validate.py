@@ -62,12 +62,14 @@ def _model_problems(loaded: LoadedConfig) -> Iterator[Problem]:
     from legato.models.facts import model_facts
 
     config = loaded.config
+    if not _is_on_this_machine(config.model):
+        return
     try:
         facts = model_facts(config.model)
     except ModelError as error:
         yield Problem(("model",), error.message)
         return
-    if facts is None:  # a hub model that isn't on this machine yet
+    if facts is None:
         return
     if facts.unsupported is not None:
         yield Problem(("model",), facts.unsupported)
@@ -75,6 +77,15 @@ def _model_problems(loaded: LoadedConfig) -> Iterator[Problem]:
     if is_set and limit is not None and config.max_seq_len > limit:
         message = f"{config.max_seq_len} is over the limit of {config.model}, {limit} tokens"
         yield Problem(("max_seq_len",), f"{message}. Leave it out or set at most {limit}")
+
+
+def _is_on_this_machine(model: str) -> bool:
+    """False for a hub model that isn't cached: nothing to read, and the hub's client takes long."""
+    if HUB_NAME.fullmatch(model) is None or ":" in model or Path(model).exists():
+        return True
+    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
+    return (cache / f"models--{model.replace('/', '--')}").is_dir()
 
 
 def _data_problems(loaded: LoadedConfig) -> Iterator[Problem]:
