@@ -120,7 +120,7 @@ def load_tokenizer(
         )
     except Exception as error:  # transformers raises whatever its backends raise
         raise ModelError(
-            f"{folder.path}: its tokenizer can't be loaded ({type(error).__name__}: {error}). "
+            f"{folder.path}: its tokenizer can't be loaded ({_one_line(error)}). "
             "Expected tokenizer.json and tokenizer_config.json beside the weights.",
             path=str(folder.path),
         ) from error
@@ -170,7 +170,7 @@ def _load_config(folder: ModelFolder, *, trust_remote_code: bool) -> PreTrainedC
         )
     except Exception as error:  # an unknown family is a ValueError, wrong fields are anything
         raise ModelError(
-            f"{folder.path / 'config.json'}: transformers can't read it ({error}).",
+            f"{folder.path / 'config.json'}: transformers can't read it ({_one_line(error)}).",
             path=str(folder.path),
         ) from error
 
@@ -225,7 +225,7 @@ def _check_file_keys(config: PreTrainedConfig, *, path: Path, trust_remote_code:
     raise UnsupportedModelError(
         f"{path}: {type(model).__name__} ({config.model_type}) keeps its weights under other "
         f"names in files than in memory ({len(ours.keys() - theirs.keys())} differ, such as "
-        f"{example}). Legato trains families where the two are the same: dense language models.",
+        f"{example}). Legato trains the families where the two are the same.",
         path=str(path),
         family=config.model_type,
         example=example,
@@ -255,6 +255,10 @@ def _check_report(report: dict[str, Any], *, path: Path) -> None:
             unexpected=unexpected,
             mismatched=mismatched,
         )
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _first_three(items: Iterable[str]) -> str:

@@ -12,6 +12,8 @@ _NOISE = (
     # torchao looks for kernels of GPUs that this machine lacks; what needs them raises by itself.
     ("torchao", "Failed to load "),
     ("torchao.kernel.intmm", "Warning: Detected no triton"),
+    # Rows are padded on the right, where a causal model can't look: no mask is needed.
+    ("transformers.modeling_utils", "We strongly recommend passing in an `attention_mask`"),
     # torchao tells torch's developers about its own use of a deprecated function.
     ("torch.utils._pytree", "<enum '"),
 )
@@ -35,7 +37,8 @@ def silence_known_noise() -> None:
     """
     for name, start in _NOISE:
         logger = logging.getLogger(name)
-        if not any(isinstance(known, _DropMessages) for known in logger.filters):
+        starts = [known.start for known in logger.filters if isinstance(known, _DropMessages)]
+        if start not in starts:
             logger.addFilter(_DropMessages(start))
     # peft asks transformers by a name that transformers renamed.
     warnings.filterwarnings(

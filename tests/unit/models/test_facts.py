@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from legato.errors import ModelError, ModelNotFoundError
+from legato.models import facts as facts_module
+from legato.models.facts import model_facts
+from tests.helpers import families
+
+
+def write_config(folder: Path, **content: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_facts_are_those_of_config_json(tiny_model_dir: Path) -> None:
+    facts = model_facts(str(tiny_model_dir))
+    assert facts is not None
+    assert facts.path == tiny_model_dir.resolve()
+    assert facts.architecture == "LlamaForCausalLM"
+    assert facts.model_type == "llama"
+    assert facts.max_positions == 512
+    assert facts.vocab_size == 272
+    assert facts.tied is True
+    assert facts.num_layers == 2
+    assert facts.dtype == "float32"
+    assert facts.unsupported is None
+
+
+def test_gpt2_names_its_facts_otherwise(tmp_path: Path) -> None:
+    write_config(tmp_path, model_type="gpt2", n_positions=1024, n_layer=12, torch_dtype="float16")
+    facts = model_facts(str(tmp_path))
+    assert facts is not None
+    assert (facts.max_positions, facts.num_layers, facts.dtype) == (1024, 12, "float16")
+    assert facts.architecture == "unknown"
+    assert facts.tied is None
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "t5", "is_encoder_decoder": True}, "t5 is an encoder-decoder"),
+        (
+            {"model_type": "llama", "quantization_config": {"quant_method": "gptq"}},
+            r"quantized \(gptq\); take the model they were made from",
+        ),
+        ({"model_type": "gemma3", "vision_config": {}}, "gemma3 also reads images or sound"),
+        ({"model_type": "mixtral"}, "mixtral is a mixture of experts"),
+    ],
+)
+def test_what_cant_be_trained_is_named(tmp_path: Path, config: dict, reason: str) -> None:
+    facts = model_facts(str(write_config(tmp_path, **config)))
+    assert facts is not None
+    assert facts.unsupported is not None
+    assert re.search(reason, facts.unsupported)
+
+
+def test_facts_of_a_text_model_inside_a_larger_one(tmp_path: Path) -> None:
+    text = {"num_hidden_layers": 26, "vocab_size": 1000}
+    write_config(tmp_path, model_type="gemma3", text_config=text, vision_config={})
+    facts = model_facts(str(tmp_path))
+    assert facts is not None
+    assert (facts.num_layers, facts.vocab_size) == (26, 1000)
+
+
+def test_a_hub_model_that_isnt_here_yet_has_no_facts() -> None:
+    assert model_facts("nobody/nothing-of-this-name") is None
+
+
+def test_a_missing_folder_is_an_error() -> None:
+    with pytest.raises(ModelNotFoundError, match=r"\./nowhere: there is no such folder"):
+        model_facts("./nowhere")
+
+
+def test_a_broken_config_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json: can't be read as JSON"):
+        model_facts(str(tmp_path))
+
+
+def test_facts_need_no_torch(tiny_model_dir: Path) -> None:
+    code = (
+        "import sys; from legato.models.facts import model_facts;"
+        f"assert model_facts({str(tiny_model_dir)!r}).vocab_size == 272;"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_list_of_mixtures_is_the_list_of_tested_ones() -> None:
+    # test_load.py asks transformers about each of them.
+    assert families.MIXTURES.keys() == facts_module._SPLIT_EXPERTS
