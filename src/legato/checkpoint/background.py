@@ -1,0 +1,275 @@
+"""The background half of a save: open, write, close, commit. All ranks do it together.
+
+Two small exchanges hold it together: at *open* every rank says what it is about to write, so that
+ranks that disagree fail here, all of them; at *close* every rank says what it has written, and rank
+0 commits only what covers every byte.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from legato.checkpoint.lifecycle import RunFolder
+from legato.checkpoint.manifest import (
+    STATE_FOLDER,
+    FileEntry,
+    Kind,
+    Manifest,
+    Slice,
+    check_coverage,
+    digest_of,
+    parse_manifest,
+)
+from legato.checkpoint.peers import Peers
+from legato.checkpoint.plan import SavePlan, Write
+from legato.checkpoint.records import Committed, PendingSave
+from legato.checkpoint.staging import Snapshot
+from legato.errors import CheckpointError, CheckpointWriteError, RankDisagreementError
+from legato.hf_folder import tensor_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class SaveJob:
+    """One save, staged; everything that writing it takes.
+
+    Attributes:
+        pending: The caller's handle.
+        plan: What this rank writes.
+        snapshot: The staged values.
+        small_files: Name -> bytes of the files that rank 0 writes whole.
+        kind: Model or adapter.
+        metrics: Metrics at this step.
+        run_id: This run.
+        branch: This branch of it.
+        saved_at: Seconds since 1970.
+    """
+
+    pending: PendingSave
+    plan: SavePlan
+    snapshot: Snapshot
+    small_files: Mapping[str, bytes]
+    kind: Kind
+    metrics: Mapping[str, float]
+    run_id: str
+    branch: int
+    saved_at: float
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps completed."""
+        return self.pending.step
+
+
+def write_checkpoint(job: SaveJob, *, folder: RunFolder, peers: Peers) -> Committed:
+    """Collective: write a staged save and commit it.
+
+    Args:
+        job: What to write.
+        folder: Where to.
+        peers: All ranks; their group is used by this thread only.
+
+    Returns:
+        The committed step, on every rank.
+
+    Raises:
+        RankDisagreementError: Ranks are about to write different things; ``.values``.
+        CheckpointWriteError: A rank failed; ``.failures`` maps rank to text. Nothing is left.
+    """
+    _agree(job, peers)
+    temporary = peers.on_main(lambda: _create_files(job, folder), fallback=CheckpointWriteError)
+    try:
+        written, error = _write(job, folder, temporary, rank=peers.rank), None
+    except Exception as caught:
+        written, error = None, caught
+    job.pending.times.written_seconds = job.pending.times.since_start()
+    try:
+        reports = _gather_reports(job, peers=peers, written=written, error=error)
+        committed = _commit(job, reports, folder=folder, temporary=temporary, peers=peers)
+    except BaseException:
+        if peers.is_main:
+            folder.discard(temporary)
+        raise
+    job.pending.times.committed_seconds = job.pending.times.since_start()
+    return committed
+
+
+def _agree(job: SaveJob, peers: Peers) -> None:
+    """Collective: an error on every rank unless all are about to write the same."""
+    mine = {
+        "step": job.step,
+        "run": f"{job.run_id}/{job.branch}",
+        "layout": job.plan.layout_digest,
+    }
+    theirs = peers.gather(mine)
+    for what in mine:
+        values = {rank: said[what] for rank, said in enumerate(theirs)}
+        if len(set(values.values())) > 1:
+            raise RankDisagreementError(
+                f"step {job.step} isn't saved: the ranks differ in {what}: {values}", values=values
+            )
+
+
+def _create_files(job: SaveJob, folder: RunFolder) -> str:
+    """Rank 0: the temporary folder, every file at its full size with its header, small files."""
+    storage = folder.storage
+    temporary = folder.reserve(
+        job.step, run_id=job.run_id, branch=job.branch, saved_at=job.saved_at
+    )
+    try:
+        names = [*(file.name for file in job.plan.files), *job.small_files]
+        if any(name.startswith(f"{STATE_FOLDER}/") for name in names):
+            storage.make_folder(posixpath.join(temporary, STATE_FOLDER))
+        for file in job.plan.files:
+            path = posixpath.join(temporary, file.name)
+            storage.create_file(path, file.size_bytes)
+            storage.write_at(path, 0, file.header)
+        for name, data in job.small_files.items():
+            storage.write_bytes(posixpath.join(temporary, name), data)
+    except BaseException:
+        folder.discard(temporary)
+        raise
+    return temporary
+
+
+def _write(job: SaveJob, folder: RunFolder, temporary: str, *, rank: int) -> dict[str, list[Slice]]:
+    """This rank's slices, at their final offsets, digested and durable."""
+    job.snapshot.wait()
+    job.pending.times.staged_seconds = job.pending.times.since_start()
+    storage = folder.storage
+    names = [file.name for file in job.plan.files]
+    # Each rank starts with another file: several writers on one file wait for each other.
+    start = rank % len(names) if names else 0
+    written: dict[str, list[Slice]] = {}
+    for name in names[start:] + names[:start]:
+        path = posixpath.join(temporary, name)
+        written[name] = [
+            part
+            for write in job.plan.writes[name]
+            for part in _write_tensor(storage, path, write, job.snapshot.value(write.source))
+        ]
+        job.pending.times.written_bytes += sum(p.run_bytes * p.num_runs for p in written[name])
+        if written[name] or rank == 0:
+            storage.sync_file(path)
+    if rank == 0:
+        for name in job.small_files:
+            storage.sync_file(posixpath.join(temporary, name))
+    return written
+
+
+def _write_tensor(storage: Any, path: str, write: Write, value: Tensor) -> list[Slice]:
+    data = tensor_bytes(value.to(write.dtype))
+    parts = []
+    for runs in write.runs:
+        for i in range(runs.num_runs):
+            begin = runs.source_offset + i * runs.run_bytes
+            piece = data[begin : begin + runs.run_bytes]
+            storage.write_at(path, runs.offset + i * runs.distance_bytes, piece)
+        end = runs.source_offset + runs.num_runs * runs.run_bytes
+        digest = digest_of(data[runs.source_offset : end])
+        parts.append(Slice(runs.offset, runs.run_bytes, digest, runs.num_runs, runs.distance_bytes))
+    return parts
+
+
+def _gather_reports(
+    job: SaveJob,
+    *,
+    peers: Peers,
+    written: Mapping[str, list[Slice]] | None,
+    error: Exception | None,
+) -> list[Any]:
+    """Collective: what each rank wrote; an error on every rank if any of them failed."""
+    mine = {
+        "error": f"{type(error).__name__}: {error}" if error else None,
+        "slices": {n: [p.to_json() for p in parts] for n, parts in (written or {}).items()},
+    }
+    reports = peers.gather(mine)
+    failures = {rank: said["error"] for rank, said in enumerate(reports) if said["error"]}
+    if not failures:
+        return reports
+    if isinstance(error, CheckpointError):
+        raise error
+    first = min(failures)
+    who = f"rank {first}: " if peers.size > 1 else ""
+    raise CheckpointWriteError(
+        f"step {job.step} could not be saved: {who}{failures[first]}",
+        step=job.step,
+        failures=failures,
+    ) from error
+
+
+def _commit(
+    job: SaveJob, reports: list[Any], *, folder: RunFolder, temporary: str, peers: Peers
+) -> Committed:
+    """Collective: rank 0 commits, everyone hears how it went."""
+
+    def commit() -> dict[str, str]:
+        manifest = _build_manifest(job, reports, world_size=peers.size)
+        committed = folder.commit(temporary, manifest, now=job.saved_at)
+        return {"path": committed.path, "manifest": manifest.encode().decode()}
+
+    told = peers.on_main(commit, fallback=CheckpointWriteError)
+    return Committed(told["path"], parse_manifest(told["manifest"].encode(), path=told["path"]))
+
+
+def _build_manifest(job: SaveJob, reports: list[Any], *, world_size: int) -> Manifest:
+    """Rank 0: all ranks' slices in one manifest; an error unless they cover every file exactly."""
+    entries = {name: FileEntry.of_bytes(data) for name, data in job.small_files.items()}
+    for file in job.plan.files:
+        slices = [Slice.from_json(p) for said in reports for p in said["slices"][file.name]]
+        entries[file.name] = FileEntry(
+            size_bytes=file.size_bytes,
+            slices=tuple(sorted(slices, key=lambda part: part.offset)),
+            header_digest=digest_of(file.header),
+        )
+        if entries[file.name].header_bytes != len(file.header):
+            raise CheckpointError(
+                f"{file.name}: the ranks wrote {file.size_bytes - entries[file.name].header_bytes} "
+                f"bytes of tensors, {file.size_bytes - len(file.header)} are planned"
+            )
+        check_coverage(file.name, entries[file.name])
+    return Manifest(
+        run_id=job.run_id,
+        branch=job.branch,
+        step=job.step,
+        kind=job.kind,
+        saved_at=job.saved_at,
+        files=entries,
+        reason=job.pending.reason,
+        metrics=dict(job.metrics),
+        world_size=world_size,
+    )
+
+
+class BackgroundThread:
+    """One resident thread that does one thing after the other.
+
+    A daemon: a process that ends without `stop` (or its ``atexit`` hook) isn't held up, and a save
+    cut short leaves nothing visible.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="legato-checkpoint", daemon=True)
+        self._thread.start()
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Do ``task`` after what was submitted before; it handles its own errors."""
+        self._tasks.put(task)
+
+    def stop(self) -> None:
+        """End the thread once everything submitted is done."""
+        self._tasks.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+            # Whatever it holds (a snapshot, a committed step) mustn't live until the next task.
+            del task

@@ -1,0 +1,389 @@
+"""The life of a step folder: reserve, write, commit, point, prune; and what a start finds.
+
+::
+
+    output_dir/
+      step_500/                        committed: it got this name by one rename
+      .step_1000.tmp-<run id>/         being written, or left by a crash
+      .torn-step_900-<time>/           a torn folder that stood in the way of a commit
+      .trash-step_100-<time>/          pruned, being deleted
+      .pruned/step_100/                pruned with ``prune: move``
+      .old-<time>/step_1500/           moved out of the way of a new branch
+      latest -> step_500               a convenience; the folders are the truth
+
+On storage whose rename isn't one step (object stores) a save writes into ``step_N/`` itself, and
+its manifest, written last, is the commit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import posixpath
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+import xxhash
+
+from legato.checkpoint.manifest import (
+    MANIFEST_NAME,
+    STATE_FOLDER,
+    FileEntry,
+    Manifest,
+    Slice,
+    parse_manifest,
+)
+from legato.checkpoint.records import Committed, StepInfo
+from legato.errors import CheckpointExistsError, FolderFormatError
+from legato.storage import Storage
+
+logger = logging.getLogger(__name__)
+
+PIN_NAME = ".pinned"
+POINTERS = ("latest", "best")
+
+_READ_BYTES = 64 * 1024**2
+
+_STEP = re.compile(r"step_(0|[1-9][0-9]*)")
+_LEFTOVER = re.compile(
+    r"\.step_[0-9]+\.tmp-.+|\.trash-step_[0-9]+-.+|(latest|best)\.tmp-.+", re.DOTALL
+)
+_TORN = re.compile(r"\.torn-step_[0-9]+-.+", re.DOTALL)
+
+
+class RunFolder:
+    """The step folders of one output_dir.
+
+    Args:
+        storage: Where it is.
+        path: Absolute path of output_dir.
+    """
+
+    def __init__(self, storage: Storage, path: str) -> None:
+        self.storage = storage
+        self.path = path
+
+    # ---- what is there ---------------------------------------------------------------------
+
+    def steps(self) -> list[StepInfo]:
+        """Every ``step_N`` folder, by step number."""
+        names = [name for name in self.storage.list_folder(self.path) if _STEP.fullmatch(name)]
+        return sorted((inspect(self.storage, self._at(n)) for n in names), key=lambda i: i.step)
+
+    def step_path(self, step: int) -> str:
+        """Where ``step`` is once it is committed."""
+        return self._at(f"step_{step}")
+
+    def exists(self, step: int) -> bool:
+        """Whether there is a folder of ``step``, complete or not."""
+        return self.storage.stat(self.step_path(step)) is not None
+
+    def is_pinned(self, step: int) -> bool:
+        """Whether someone pinned ``step``."""
+        return self.storage.stat(posixpath.join(self.step_path(step), PIN_NAME)) is not None
+
+    # ---- a save ----------------------------------------------------------------------------
+
+    def reserve(self, step: int, *, run_id: str, branch: int, saved_at: float) -> str:
+        """Make the empty folder that ``step`` is written into.
+
+        Args:
+            step: Optimizer steps completed.
+            run_id: Who writes it.
+            branch: Who writes it.
+            saved_at: When the save began; tells another try of it from another save.
+
+        Returns:
+            Absolute path of the folder.
+
+        Raises:
+            CheckpointExistsError: A complete step of that number is there; ``.path``, ``.steps``.
+        """
+        there = self._found(step)
+        if there is not None and there.status != "torn":
+            writer = there.manifest
+            if writer is None or (writer.run_id, writer.branch, writer.saved_at) != (
+                run_id, branch, saved_at,
+            ):  # fmt: skip
+                raise _exists(there)
+        path = self._at(f".step_{step}.tmp-{run_id}")
+        if not self.storage.atomic_rename:
+            path = self.step_path(step)
+        self.storage.remove_tree(path)
+        self.storage.make_folder(path)
+        return path
+
+    def discard(self, temporary: str) -> None:
+        """Remove what a failed save has written; a failure here is a warning."""
+        if not self.storage.atomic_rename and inspect(self.storage, temporary).is_complete:
+            return
+        try:
+            self.storage.remove_tree(temporary)
+        except OSError as error:
+            logger.warning("%s could not be removed after a failed save: %s", temporary, error)
+
+    def commit(self, temporary: str, manifest: Manifest, *, now: float) -> Committed:
+        """Make a written folder visible: manifest, sync, one rename, sync.
+
+        Args:
+            temporary: What `reserve` returned; every other file in it is synced.
+            manifest: What it holds.
+            now: Seconds since 1970, for the name of a torn folder in the way.
+
+        Returns:
+            The committed step.
+
+        Raises:
+            CheckpointExistsError: A complete folder of that step is there.
+        """
+        path = posixpath.join(temporary, MANIFEST_NAME)
+        self.storage.write_bytes(path, manifest.encode())
+        self.storage.sync_file(path)
+        if manifest.has_state:
+            self.storage.sync_folder(posixpath.join(temporary, STATE_FOLDER))
+        self.storage.sync_folder(temporary)
+        target = self.step_path(manifest.step)
+        if self.storage.atomic_rename:
+            self._rename_into_place(temporary, manifest, now=now)
+            self.storage.sync_folder(self.path)
+        return Committed(path=target, manifest=manifest)
+
+    def point(self, name: str, step: int) -> None:
+        """Let the link ``latest`` or ``best`` lead to ``step``; a failure is a warning."""
+        try:
+            if not self.storage.link(f"step_{step}", self._at(name)):
+                logger.info("%s: no links on this file system, so no '%s'", self.path, name)
+        except OSError as error:
+            logger.warning("the link '%s' in %s could not be set: %s", name, self.path, error)
+
+    def amend(self, step: int, manifest: Manifest) -> None:
+        """Replace the manifest of a committed step, atomically."""
+        path = posixpath.join(self.step_path(step), MANIFEST_NAME)
+        beside = f"{path}.new"
+        self.storage.write_bytes(beside, manifest.encode())
+        self.storage.sync_file(beside)
+        self.storage.rename(beside, path)
+        self.storage.sync_folder(self.step_path(step))
+
+    # ---- pruning ---------------------------------------------------------------------------
+
+    def prune(self, step: int, *, how: Literal["delete", "move"], now: float) -> None:
+        """Take ``step`` away: deleted, or moved to ``.pruned/``; one gone already is fine.
+
+        It is renamed first, so that no moment shows half of it under its name.
+        """
+        source = self.step_path(step)
+        if self.storage.stat(source) is None:
+            return
+        if how == "move":
+            self.storage.make_folder(self._at(".pruned"))
+            self._move(source, self._free_name(f".pruned/step_{step}"))
+            return
+        trash = self._free_name(f".trash-step_{step}-{int(now)}")
+        if self.storage.atomic_rename:
+            self._move(source, trash)
+        else:
+            # Without its manifest it isn't complete any more.
+            self.storage.remove_file(posixpath.join(source, MANIFEST_NAME))
+            trash = source
+        self.storage.remove_tree(trash)
+
+    def drop_state(self, committed: Committed) -> Committed:
+        """Take ``state/`` away from a step: it stays a model that loads, and resumes no more."""
+        files = {
+            name: entry
+            for name, entry in committed.manifest.files.items()
+            if not name.startswith(f"{STATE_FOLDER}/")
+        }
+        manifest = dataclasses.replace(committed.manifest, files=files)
+        self.amend(committed.step, manifest)
+        self.storage.remove_tree(posixpath.join(committed.path, STATE_FOLDER))
+        return Committed(path=committed.path, manifest=manifest)
+
+    # ---- a start ---------------------------------------------------------------------------
+
+    def recover(self, steps: Sequence[StepInfo]) -> None:
+        """Remove what a crashed process left; the lock must be held.
+
+        Args:
+            steps: What `steps` returned.
+        """
+        for name in self.storage.list_folder(self.path):
+            path = self._at(name)
+            if _LEFTOVER.fullmatch(name):
+                logger.info("removing %s, left by a process that ended before it was done", path)
+                self._remove(path)
+            elif _TORN.fullmatch(name) and self._is_ours(path):
+                logger.warning("removing the torn checkpoint %s", path)
+                self._remove(path)
+        for info in steps:
+            half_done = [f"{MANIFEST_NAME}.new"]
+            if info.manifest and not info.manifest.has_state:
+                half_done.append(STATE_FOLDER)
+            for name in half_done if info.is_complete else []:
+                path = posixpath.join(info.path, name)
+                if self.storage.stat(path) is not None:
+                    self._remove(path)
+
+    def archive(self, steps: Sequence[int], *, now: float) -> str:
+        """Move ``steps`` into a folder ``.old-<time>/``, the newest first; returns its path."""
+        folder = self._free_name(f".old-{int(now)}")
+        self.storage.make_folder(folder)
+        # The newest first: cut short, what is left still is the beginning of one run.
+        for step in sorted(steps, reverse=True):
+            self.storage.rename(self.step_path(step), posixpath.join(folder, f"step_{step}"))
+        self.storage.sync_folder(folder)
+        self.storage.sync_folder(self.path)
+        return folder
+
+    # ---- inside ----------------------------------------------------------------------------
+
+    def _at(self, name: str) -> str:
+        return posixpath.join(self.path, name)
+
+    def _free_name(self, name: str) -> str:
+        """``name``, with a number where it is taken; absolute."""
+        path, count = self._at(name), 1
+        while self.storage.stat(path) is not None:
+            path, count = f"{self._at(name)}.{count}", count + 1
+        return path
+
+    def _move(self, source: str, target: str) -> None:
+        self.storage.rename(source, target)
+        # Durable before anything in it is deleted: a power cut mustn't bring half of it back.
+        self.storage.sync_folder(self.path)
+
+    def _found(self, step: int) -> StepInfo | None:
+        path = self.step_path(step)
+        return inspect(self.storage, path) if self.storage.stat(path) is not None else None
+
+    def _rename_into_place(self, temporary: str, manifest: Manifest, *, now: float) -> None:
+        there = self._found(manifest.step)
+        if there is not None and there.manifest == manifest:
+            # An earlier attempt came as far as the rename; only its last sync failed.
+            self.storage.remove_tree(temporary)
+            return
+        if there is not None and there.status != "torn":
+            raise _exists(there)
+        if there is not None:
+            aside = self._free_name(f".torn-step_{manifest.step}-{int(now)}")
+            logger.warning("moving %s aside to %s: %s", there.path, aside, there.problem)
+            self.storage.rename(there.path, aside)
+        self.storage.rename(temporary, self.step_path(manifest.step))
+
+    def _is_ours(self, path: str) -> bool:
+        # Every folder that a save made visible had a manifest, however damaged it is by now. One
+        # without is somebody's own, whatever its name: it was moved, it isn't deleted.
+        return self.storage.stat(posixpath.join(path, MANIFEST_NAME)) is not None
+
+    def _remove(self, path: str) -> None:
+        try:
+            found = self.storage.stat(path)
+            if found is not None and found.is_folder and not _is_pointer_leftover(path):
+                self.storage.remove_tree(path)
+            else:
+                self.storage.remove_file(path)
+        except OSError as error:
+            logger.warning("%s could not be removed: %s", path, error)
+
+
+def _exists(there: StepInfo) -> CheckpointExistsError:
+    return CheckpointExistsError(
+        f"{there.path} is there already and isn't this save's; nothing is overwritten. "
+        "Move it away.",
+        path=there.path,
+        steps=[there.step],
+    )
+
+
+def inspect(storage: Storage, path: str) -> StepInfo:
+    """What a step folder is: complete, torn or unknown. Sizes are checked, digests aren't.
+
+    Args:
+        storage: Where it is.
+        path: Absolute path; its last part may be any name for a folder given by path.
+
+    Returns:
+        The facts. The step number is the manifest's, or the name's where there is none.
+    """
+    name = posixpath.basename(path.rstrip("/"))
+    matched = _STEP.fullmatch(name)
+    step = int(matched[1]) if matched else -1
+    pinned = storage.stat(posixpath.join(path, PIN_NAME)) is not None
+    manifest_path = posixpath.join(path, MANIFEST_NAME)
+    try:
+        manifest = parse_manifest(storage.read_bytes(manifest_path), path=manifest_path)
+    except FolderFormatError as error:
+        status: Literal["torn", "unknown"] = "unknown" if error.facts.get("newer") else "torn"
+        return StepInfo(step, path, status, problem=str(error), pinned=pinned)
+    except OSError as error:
+        return StepInfo(step, path, "torn", problem=f"{path}: no manifest: {error}", pinned=pinned)
+    if matched and manifest.step != step:
+        problem = f"{path} holds step {manifest.step}: was it renamed?"
+        return StepInfo(step, path, "unknown", problem=problem, pinned=pinned)
+    for file_name, entry in manifest.files.items():
+        wrong = _wrong_size(storage, posixpath.join(path, file_name), entry)
+        if wrong is not None:
+            return StepInfo(manifest.step, path, "torn", problem=wrong, pinned=pinned)
+    return StepInfo(manifest.step, path, "complete", manifest=manifest, pinned=pinned)
+
+
+def find_damage(storage: Storage, committed: Committed) -> list[str]:
+    """Re-read every byte of a step and compare digests.
+
+    Args:
+        storage: Where it is.
+        committed: The step.
+
+    Returns:
+        What is wrong, one line each; empty: nothing is.
+    """
+    problems = []
+    for name, entry in committed.manifest.files.items():
+        path = posixpath.join(committed.path, name)
+        try:
+            problem = _wrong_size(storage, path, entry) or _wrong_digest(storage, path, entry)
+        except (OSError, EOFError) as error:
+            problem = f"{path} can't be read: {error}"
+        if problem is not None:
+            problems.append(problem)
+    return problems
+
+
+def _wrong_size(storage: Storage, path: str, entry: FileEntry) -> str | None:
+    found = storage.stat(path)
+    if found is None:
+        return f"{path} is absent"
+    if found.size_bytes != entry.size_bytes:
+        return f"{path} has {found.size_bytes} bytes, not {entry.size_bytes}"
+    return None
+
+
+def _wrong_digest(storage: Storage, path: str, entry: FileEntry) -> str | None:
+    if entry.header_digest is not None:
+        header = Slice(0, entry.header_bytes, entry.header_digest)
+        if _digest_on_disk(storage, path, header) != header.digest:
+            return f"{path}: the header is damaged"
+    for part in entry.slices:
+        if _digest_on_disk(storage, path, part) != part.digest:
+            return f"{path}: the bytes from {part.offset} on are damaged"
+    return None
+
+
+def _digest_on_disk(storage: Storage, path: str, part: Slice) -> str:
+    hasher = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(min(part.run_bytes, _READ_BYTES)))
+    for i in range(part.num_runs):
+        start = part.offset + i * part.distance_bytes
+        end = start + part.run_bytes
+        while start < end:
+            piece = buffer[: end - start]
+            storage.read_into(path, start, piece)
+            hasher.update(piece)
+            start += len(piece)
+    return hasher.hexdigest()
+
+
+def _is_pointer_leftover(path: str) -> bool:
+    return posixpath.basename(path).startswith(tuple(f"{name}.tmp-" for name in POINTERS))

@@ -1,0 +1,199 @@
+"""What a start decides: which run and branch this is, and which step it goes on from."""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from legato.checkpoint.lifecycle import RunFolder, inspect
+from legato.checkpoint.lock import OutputDirLock
+from legato.checkpoint.records import Committed, StepInfo
+from legato.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CheckpointTornError,
+)
+from legato.storage import Storage
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How a run begins.
+
+    Attributes:
+        run_id: Made at the first start, inherited by everything that resumes from it.
+        branch: Which continuation of the run this is, from 0.
+        source: The step to restore; None: a fresh start.
+    """
+
+    run_id: str
+    branch: int
+    source: Committed | None
+
+
+def decide_opening(
+    folder: RunFolder,
+    steps: Sequence[StepInfo],
+    *,
+    resume: Literal["auto", False] | str,
+    start_over: bool,
+    last_run_id: str | None,
+    now: float,
+) -> Opening:
+    """Decide how a run begins; with ``start_over`` move steps that are in its way.
+
+    Args:
+        folder: The run's output_dir.
+        steps: What lies in it.
+        resume: ``auto``: the newest complete step of the run, if there is one; False: none; a
+            path: that step and no other.
+        start_over: Move steps that this run would meet to ``.old-<time>/``.
+        last_run_id: The run that used this output_dir last, if that is known.
+        now: Seconds since 1970.
+
+    Returns:
+        The decision.
+
+    Raises:
+        CheckpointNotFoundError: There is nothing at the given path.
+        CheckpointTornError: The step at the given path isn't complete; an explicit path never
+            falls back to another one.
+        CheckpointExistsError: Steps are in the way; ``.steps``.
+    """
+    there = [info for info in steps if info.status != "torn"]
+    if resume == "auto":
+        source = _newest(steps, last_run_id)
+        inside = True
+    elif resume is False:
+        source, inside = None, True
+    else:
+        source = find_step(folder.storage, resume)
+        inside = posixpath.dirname(source.path) == folder.path
+    in_the_way = [
+        info.step for info in there if not (inside and source and info.step <= source.step)
+    ]
+    if in_the_way and not start_over:
+        _refuse(folder.path, in_the_way, source)
+    branches = [info.manifest.branch for info in there if info.manifest is not None]
+    if in_the_way:
+        old = folder.archive(in_the_way, now=now)
+        logger.warning("moved %s to %s", _list_steps(in_the_way), old)
+    if source is None:
+        return Opening(run_id=uuid.uuid4().hex[:12], branch=0, source=None)
+    is_new_branch = bool(in_the_way) or not inside
+    branch = max([source.branch, *branches]) + 1 if is_new_branch else source.branch
+    return Opening(run_id=source.run_id, branch=branch, source=source)
+
+
+def find_step(storage: Storage, path: str) -> Committed:
+    """The complete step at ``path``.
+
+    Args:
+        storage: Where it is.
+        path: Absolute path of a step folder, or of a link to one.
+
+    Returns:
+        The step.
+
+    Raises:
+        CheckpointNotFoundError: There is no folder; ``.path``.
+        CheckpointTornError: It isn't a complete checkpoint; ``.path``.
+    """
+    found = storage.stat(path)
+    if found is None or not found.is_folder:
+        raise CheckpointNotFoundError(f"{path}: there is no such folder", path=path)
+    info = inspect(storage, path)
+    if not info.is_complete:
+        raise CheckpointTornError(
+            f"{path} isn't a complete checkpoint: {info.problem}. Give the path of another step.",
+            path=path,
+        )
+    return info.committed()
+
+
+def _newest(steps: Sequence[StepInfo], last_run_id: str | None) -> Committed | None:
+    """The newest complete step of the run that used the folder last; torn ones are named."""
+    complete = [info for info in steps if info.is_complete]
+    own = [i for i in complete if i.manifest is not None and i.manifest.run_id == last_run_id]
+    newest = max(own or complete, key=lambda info: info.step, default=None)
+    for info in steps:
+        if info.status == "torn" and (newest is None or info.step > newest.step):
+            logger.warning(
+                "step %d is skipped, it isn't complete: %s; resuming from %s",
+                info.step,
+                info.problem,
+                f"step {newest.step}" if newest else "nothing",
+            )
+    return newest.committed() if newest else None
+
+
+def _refuse(path: str, steps: Sequence[int], source: Committed | None) -> None:
+    start = f"from step {source.step}" if source else "from the beginning"
+    raise CheckpointExistsError(
+        f"{path} already holds {_list_steps(steps)}, and this run starts {start}: it would meet "
+        "them. Use another output_dir, or --start-over to move them to a folder beside them "
+        "(nothing is deleted).",
+        path=path,
+        steps=list(steps),
+    )
+
+
+def _list_steps(steps: Sequence[int]) -> str:
+    shown = ", ".join(f"step_{step}" for step in list(steps)[:5])
+    return shown + (f" and {len(steps) - 5} more" if len(steps) > 5 else "")
+
+
+def open_run(
+    folder: RunFolder,
+    *,
+    lock: OutputDirLock | None,
+    lock_wait_seconds: float,
+    resume: Literal["auto", False] | str,
+    start_over: bool,
+    now: float,
+) -> tuple[dict[str, Any], list[StepInfo]]:
+    """What rank 0 does at a start: lock, decide, clean up.
+
+    Args:
+        folder: The run's output_dir; made if it is absent.
+        lock: Taken, and kept; None: no lock.
+        lock_wait_seconds: How long to wait for the lock.
+        resume: See `decide_opening`.
+        start_over: See `decide_opening`.
+        now: Seconds since 1970.
+
+    Returns:
+        The opening as JSON (`read_opening` turns it back), and the steps that are there now.
+    """
+    storage = folder.storage
+    if storage.stat(folder.path) is None:
+        storage.make_folder(folder.path)
+        storage.sync_folder(posixpath.dirname(folder.path))
+    if lock is not None:
+        lock.acquire(wait_seconds=lock_wait_seconds)
+    opening = decide_opening(
+        folder,
+        folder.steps(),
+        resume=resume,
+        start_over=start_over,
+        last_run_id=lock.previous.get("run_id") if lock is not None else None,
+        now=now,
+    )
+    if lock is not None:
+        lock.write(run_id=opening.run_id, branch=opening.branch, now=now)
+    steps = folder.steps()
+    folder.recover(steps)
+    path = opening.source.path if opening.source else None
+    return {"run_id": opening.run_id, "branch": opening.branch, "source": path}, steps
+
+
+def read_opening(content: Mapping[str, Any], storage: Storage) -> Opening:
+    """What rank 0 decided, on any rank: each reads the source's manifest itself."""
+    source = find_step(storage, content["source"]) if content["source"] is not None else None
+    return Opening(run_id=content["run_id"], branch=content["branch"], source=source)

@@ -1,0 +1,147 @@
+"""The few words that ranks exchange about a save: JSON, over a gloo group of its own."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from legato import errors
+from legato.errors import CheckpointError, LegatoError
+
+logger = logging.getLogger(__name__)
+
+
+class Peers:
+    """Ranks that talk to each other; one process alone is a group of one and sends nothing.
+
+    Collectives of one `Peers` come from one thread: the background thread and the main thread
+    each have their own.
+
+    Args:
+        group: A gloo group, or None for a single process.
+
+    Attributes:
+        rank: This process's number in the group.
+        size: Number of processes.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+
+    @classmethod
+    def beside(
+        cls, group: dist.ProcessGroup | None, *, timeout_seconds: float | None = None
+    ) -> Peers:
+        """Collective: a new gloo group of the same ranks as ``group``; None: a single process.
+
+        Args:
+            group: Any group of this process's.
+            timeout_seconds: How long a collective may take; None: torch's default.
+
+        Returns:
+            The peers. ``close()`` ends their group.
+        """
+        if group is None:
+            return cls()
+        timeout = None if timeout_seconds is None else dt.timedelta(seconds=timeout_seconds)
+        ranks = dist.get_process_group_ranks(group)
+        return cls(dist.new_group(ranks, backend="gloo", timeout=timeout))
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank decides for all."""
+        return self.rank == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Collective: every rank's JSON ``value``, by rank, on every rank."""
+        if self.group is None:
+            return [value]
+        payload = _to_tensor(value)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([payload.numel()]), group=self.group)
+        longest = max(int(size) for size in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: payload.numel()] = payload
+        received = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(received, padded, group=self.group)
+        return [_from_tensor(data[: int(size)]) for data, size in zip(received, sizes, strict=True)]
+
+    def broadcast(self, value: Any) -> Any:
+        """Collective: rank 0's JSON ``value``, on every rank."""
+        if self.group is None:
+            return value
+        payload = _to_tensor(value) if self.is_main else torch.zeros(0, dtype=torch.uint8)
+        size = torch.tensor([payload.numel()])
+        dist.broadcast(size, group=self.group, group_src=0)
+        if not self.is_main:
+            payload = torch.zeros(int(size), dtype=torch.uint8)
+        dist.broadcast(payload, group=self.group, group_src=0)
+        return _from_tensor(payload)
+
+    def all_true(self, flag: bool) -> bool:
+        """Collective: whether ``flag`` holds on every rank."""
+        if self.group is None:
+            return flag
+        value = torch.tensor([int(flag)])
+        dist.all_reduce(value, op=dist.ReduceOp.MIN, group=self.group)
+        return bool(value.item())
+
+    def on_main(
+        self, decide: Callable[[], Any], *, fallback: type[CheckpointError] = CheckpointError
+    ) -> Any:
+        """Collective: call ``decide`` on rank 0; every rank gets its JSON value, or its error.
+
+        Args:
+            decide: Called on rank 0 only.
+            fallback: What other ranks raise where rank 0's error isn't one of Legato's own.
+
+        Returns:
+            What ``decide`` returned.
+        """
+        if self.group is None:
+            return decide()
+        if not self.is_main:
+            outcome = self.broadcast(None)
+            if "error" in outcome:
+                raise _rebuilt(outcome["error"], outcome["text"], fallback)
+            return outcome["value"]
+        try:
+            value = decide()
+        except Exception as error:
+            self.broadcast({"error": type(error).__name__, "text": str(error)})
+            raise
+        try:
+            self.broadcast({"value": value})
+        except RuntimeError as error:
+            # What is done is done, whoever else is gone by now.
+            logger.warning("not every rank heard what rank 0 did: %s", error)
+        return value
+
+    def close(self) -> None:
+        """End the group; without effect once the process group is gone."""
+        if self.group is not None and dist.is_initialized():
+            dist.destroy_process_group(self.group)
+
+
+def _to_tensor(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _from_tensor(data: Tensor) -> Any:
+    return json.loads(data.numpy().tobytes())
+
+
+def _rebuilt(name: str, text: str, fallback: type[CheckpointError]) -> LegatoError:
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, LegatoError):
+        return kind(text)
+    return fallback(f"rank 0: {name}: {text}")

@@ -1,0 +1,354 @@
+"""The main-thread half of saving: plan once, stage, hand over, hear how it ended, try again.
+
+What is decided here is decided at the same step on every rank: a save counts as ended once every
+rank knows that it has, so a failure is raised, and a retry begins, at the same step everywhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from legato.checkpoint.background import BackgroundThread, SaveJob, write_checkpoint
+from legato.checkpoint.lifecycle import RunFolder
+from legato.checkpoint.parts import Parts
+from legato.checkpoint.peers import Peers
+from legato.checkpoint.plan import MAX_FILE_BYTES, SavePlan, plan_save
+from legato.checkpoint.records import (
+    Committed,
+    PendingSave,
+    SaveRecord,
+    SaveTimes,
+    as_write_error,
+)
+from legato.checkpoint.retention import Keeper
+from legato.checkpoint.staging import LiveValues, Snapshot, Stager
+from legato.errors import CheckpointError, RankDisagreementError
+
+logger = logging.getLogger(__name__)
+
+# A full disk is asked again this often, not at every step.
+RETRY_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """How saving works; see `Checkpointer`."""
+
+    asynchronous: bool = True
+    staging: Literal["overlap", "blocking"] = "overlap"
+    on_save_error: Literal["continue", "raise"] = "continue"
+    save_only_model: bool = False
+    max_file_bytes: int = MAX_FILE_BYTES
+    check_snapshots: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """The kept plan, and the live tensors that it was made for."""
+
+    plan: SavePlan
+    stager: Stager | None
+    signature: list[tuple[Tensor, torch.dtype, torch.Size]]
+
+    def fits(self, tensors: list[Tensor]) -> bool:
+        return len(tensors) == len(self.signature) and all(
+            tensor is known and tensor.dtype is dtype and tensor.shape == shape
+            for tensor, (known, dtype, shape) in zip(tensors, self.signature, strict=True)
+        )
+
+
+class Saver:
+    """Saves one run's steps.
+
+    Args:
+        folder: Where to.
+        keeper: Told of every commit; on rank 0 only.
+        control: All ranks, for this thread.
+        background: All ranks, for the background thread.
+        local_ranks: Processes on this host.
+        run_id: This run.
+        branch: This branch of it.
+        source: The step resumed from; asked for again, it is returned as it is.
+        options: How saving works.
+        clock: Gives seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        *,
+        folder: RunFolder,
+        keeper: Keeper | None,
+        control: Peers,
+        background: Peers,
+        local_ranks: int,
+        run_id: str,
+        branch: int,
+        source: Committed | None,
+        options: SaveOptions,
+        clock: Callable[[], float],
+    ) -> None:
+        self._folder = folder
+        self._keeper = keeper
+        self._control = control
+        self._background = background
+        self._local_ranks = local_ranks
+        self._run_id = run_id
+        self._branch = branch
+        self._options = options
+        self._clock = clock
+        self._thread = BackgroundThread()
+        self._prepared: _Prepared | None = None
+        self._in_flight: SaveJob | None = None
+        self._held: SaveJob | None = None
+        self._failed_at = 0.0
+        self._to_raise: CheckpointError | None = None
+        self._records: list[SaveRecord] = []
+        self._committed: dict[int, Committed] = {}
+        if source is not None and source.run_id == run_id and source.branch == branch:
+            self._committed[source.step] = source
+
+    @property
+    def in_flight(self) -> int | None:
+        """The step that is being saved, or whose failed snapshot is kept; None: none is."""
+        job = self._in_flight or self._held
+        return job.step if job else None
+
+    def prepare(self, parts: Parts) -> SavePlan:
+        """Collective: plan and allocate unless that is done for just these tensors."""
+        tensors = parts.live_tensors()
+        if self._prepared is not None and self._prepared.fits(tensors):
+            return self._prepared.plan
+        if self._prepared is not None and self._prepared.stager is not None:
+            self._prepared.stager.close()
+        self._prepared = None
+        plan = plan_save(
+            parts,
+            rank=self._control.rank,
+            world_size=self._control.size,
+            local_ranks=self._local_ranks,
+            with_state=not self._options.save_only_model,
+            max_file_bytes=self._options.max_file_bytes,
+        )
+        signature = [(tensor, tensor.dtype, tensor.shape) for tensor in tensors]
+        self._prepared = _Prepared(plan, self._build_stager(plan), signature)
+        return plan
+
+    def _build_stager(self, plan: SavePlan) -> Stager | None:
+        staged = {name: t for name, t in plan.sources.items() if not name.startswith("rng/")}
+        stager, problem = None, None
+        try:
+            stager = Stager(
+                staged,
+                blocking=self._options.staging == "blocking",
+                check=self._options.check_snapshots,
+            )
+        except MemoryError as error:
+            problem = error
+        if self._control.all_true(stager is not None):
+            return stager
+        logger.warning(
+            "not every rank has the memory for a copy of its share (%s): saves are written while "
+            "training stands still", problem or "another rank",
+        )  # fmt: skip
+        if stager is not None:
+            stager.close()
+        return None
+
+    def save(
+        self,
+        parts: Parts,
+        *,
+        small_files: Callable[[SavePlan], Mapping[str, bytes]],
+        step: int,
+        reason: str,
+        metrics: Mapping[str, float],
+    ) -> PendingSave:
+        """Collective: begin a save; see `Checkpointer.save`."""
+        pending = PendingSave(step=step, reason=reason, times=SaveTimes())
+        self._finish_previous()
+        pending.times.waited_seconds = pending.times.since_start()
+        if step in self._committed:
+            return self._return_committed(pending, metrics)
+        plan = self.prepare(parts)
+        files = small_files(plan)
+        snapshot = self._stage(parts, plan)
+        pending.times.staged_bytes = snapshot.staged_bytes
+        job = SaveJob(
+            pending=pending,
+            plan=plan,
+            snapshot=snapshot,
+            small_files=files,
+            kind=parts.model.kind,
+            metrics=metrics,
+            run_id=self._run_id,
+            branch=self._branch,
+            saved_at=self._clock(),
+        )
+        self._submit(job)
+        if not self._options.asynchronous or not snapshot.is_copy:
+            self._settle()
+        pending.times.blocked_seconds = pending.times.since_start()
+        self._raise_if_asked()
+        return pending
+
+    def _stage(self, parts: Parts, plan: SavePlan) -> Snapshot:
+        assert self._prepared is not None
+        rng = {} if parts.rng is None else {f"rng/{n}": t for n, t in parts.rng.read().items()}
+        if self._prepared.stager is None:
+            return LiveValues(plan.sources, rng)
+        return self._prepared.stager.stage(rng)
+
+    def _return_committed(self, pending: PendingSave, metrics: Mapping[str, float]) -> PendingSave:
+        """The step is on disk already; only metrics that it lacks are added to it."""
+        committed = self._committed[pending.step]
+        if not metrics.items() <= committed.manifest.metrics.items() and self._keeper is not None:
+            keeper = self._keeper
+
+            def amend() -> None:
+                try:
+                    self._committed[pending.step] = keeper.add_metrics(committed, metrics)
+                except OSError as error:
+                    logger.warning(
+                        "step_%d: its metrics could not be added: %s", pending.step, error
+                    )
+                pending.settle(self._committed[pending.step])
+
+            self._thread.submit(amend)
+        else:
+            pending.settle(committed)
+        pending.times.blocked_seconds = pending.times.since_start()
+        return pending
+
+    def wait_staged(self) -> None:
+        """Order what is computed from now on behind the snapshot; see `Stager.wait_staged`."""
+        if self._prepared is not None and self._prepared.stager is not None:
+            self._prepared.stager.wait_staged()
+
+    def poll(self) -> list[SaveRecord]:
+        """Collective while a save is under way or is to be retried; see `Checkpointer.poll`."""
+        if self._in_flight is not None:
+            if self._control.all_true(self._in_flight.pending.done):
+                self._settle()
+        elif self._held is not None:
+            rested = time.monotonic() - self._failed_at >= RETRY_SECONDS
+            if self._control.all_true(rested):
+                self._submit(self._held)
+        self._raise_if_asked()
+        records, self._records = self._records, []
+        return records
+
+    def drain(self, *, patience_seconds: float) -> None:
+        """Collective: finish what is under way; retry a failed save until patience is over.
+
+        Args:
+            patience_seconds: How long; 0: one more try.
+
+        Raises:
+            CheckpointWriteError: The last save isn't on disk.
+        """
+        self._settle()
+        deadline = time.monotonic() + patience_seconds
+        while (job := self._held) is not None:
+            self._submit(job)
+            self._settle()
+            if self._held is None:
+                break
+            left = deadline - time.monotonic()
+            if not self._control.all_true(left > 0):
+                self._held = None
+                assert job.pending.error is not None
+                raise as_write_error(job.pending.error, step=job.step)
+            logger.error(
+                "step %d isn't saved yet (%s). Its snapshot is in memory: make room in %s. Trying "
+                "again for %.0f s more.", job.step, job.pending.error, self._folder.path, left,
+            )  # fmt: skip
+            time.sleep(max(0.0, min(RETRY_SECONDS, left)))
+        self._raise_if_asked()
+
+    def abandon(self) -> None:
+        """Finish what is under way without asking the others; alone, retry a failed save once."""
+        self._settle()
+        if self._held is not None and self._control.size == 1:
+            self._submit(self._held)
+            self._settle()
+        if self._held is not None:
+            logger.error("step %d could not be saved, and is lost", self._held.step)
+            self._held = None
+
+    def close(self) -> None:
+        """End the background thread, when what it does is done, and free the buffers."""
+        self._thread.stop()
+        if self._prepared is not None and self._prepared.stager is not None:
+            self._prepared.stager.close()
+        self._prepared = self._held = None
+
+    def _submit(self, job: SaveJob) -> None:
+        self._held = None
+        self._in_flight = job
+        job.pending.reopen()
+        self._thread.submit(lambda: self._write(job))
+
+    def _write(self, job: SaveJob) -> None:
+        """On the background thread: the whole rest of a save."""
+        try:
+            outcome: Committed | BaseException = write_checkpoint(
+                job, folder=self._folder, peers=self._background
+            )
+        except BaseException as error:  # whatever it is, the training thread has to hear of it
+            outcome = error
+        if isinstance(outcome, Committed) and self._keeper is not None:
+            self._keeper.committed(outcome)
+        job.pending.settle(outcome)
+
+    def _finish_previous(self) -> None:
+        """One save in flight, one snapshot: wait for the one before; if it failed, retry it."""
+        self._settle()
+        if self._held is not None:
+            self._submit(self._held)
+            self._settle()
+            if self._held is not None:
+                logger.warning("step %d is given up: a newer one is saved", self._held.step)
+                self._held = None
+        self._raise_if_asked()
+
+    def _settle(self) -> None:
+        """Wait for the save in flight and take note of how it ended."""
+        if self._in_flight is None:
+            return
+        job, self._in_flight = self._in_flight, None
+        job.pending.wait()
+        error = job.pending.error
+        will_retry = (
+            error is not None
+            and self._options.on_save_error == "continue"
+            and (
+                job.snapshot.is_copy
+                and isinstance(error, CheckpointError | OSError)
+                and not isinstance(error, RankDisagreementError)
+            )
+        )
+        self._records.append(job.pending.record(will_retry=will_retry))
+        if error is None:
+            assert job.pending.committed is not None
+            self._committed[job.step] = job.pending.committed
+            return
+        logger.warning(
+            "step %d could not be saved: %s. Earlier checkpoints are untouched%s.",
+            job.step, error, "; it will be tried again" if will_retry else "",
+        )  # fmt: skip
+        self._failed_at = time.monotonic()
+        self._held = job if will_retry else None
+        if self._options.on_save_error == "raise":
+            self._to_raise = as_write_error(error, step=job.step)
+
+    def _raise_if_asked(self) -> None:
+        error, self._to_raise = self._to_raise, None
+        if error is not None:
+            raise error

@@ -1,0 +1,129 @@
+"""What an open `Checkpointer` holds until it is closed: groups, lock, thread, memory."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from legato.checkpoint.lifecycle import RunFolder
+from legato.checkpoint.lock import OutputDirLock
+from legato.checkpoint.opening import Opening, open_run, read_opening
+from legato.checkpoint.peers import Peers
+from legato.checkpoint.records import StepInfo
+from legato.checkpoint.retention import Keeper, KeepRules
+from legato.checkpoint.saver import SaveOptions, Saver
+
+# A rank that hangs (not one that dies) is noticed by this alone.
+BACKGROUND_TIMEOUT_SECONDS = 1800.0
+
+
+@dataclass(frozen=True, eq=False)
+class Session:
+    """An open run.
+
+    Attributes:
+        opening: Which run and branch this is, and what it goes on from.
+        control: All ranks, for the main thread.
+        background: All ranks, for the background thread.
+        lock: Held by rank 0; None: this storage has none.
+        saver: Saves.
+    """
+
+    opening: Opening
+    control: Peers
+    background: Peers
+    lock: OutputDirLock | None
+    saver: Saver
+
+    def close(self) -> None:
+        """Give everything back; what is being written is finished first."""
+        try:
+            self.saver.close()
+        finally:
+            _release(self.control, self.background, self.lock)
+
+
+def open_session(
+    folder: RunFolder,
+    *,
+    resume: Literal["auto", False] | str,
+    start_over: bool,
+    use_lock: bool,
+    lock_wait_seconds: float,
+    process_group: dist.ProcessGroup | None,
+    rules: KeepRules,
+    options: SaveOptions,
+    clock: Callable[[], float],
+) -> Session:
+    """Collective: open a run; rank 0 locks, decides and cleans up, everyone hears it.
+
+    Args:
+        folder: The run's output_dir.
+        resume: ``auto``, False, or an absolute path.
+        start_over: Move steps that are in the way.
+        use_lock: Whether rank 0 locks the folder.
+        lock_wait_seconds: How long it waits for the lock.
+        process_group: The ranks; None: a single process.
+        rules: What to keep.
+        options: How saving works.
+        clock: Gives seconds since 1970.
+
+    Returns:
+        The session.
+    """
+    control = Peers.beside(process_group)
+    background = Peers.beside(process_group, timeout_seconds=BACKGROUND_TIMEOUT_SECONDS)
+    lock = OutputDirLock(folder.path) if use_lock and control.is_main else None
+    steps: list[StepInfo] = []
+
+    def decide() -> dict[str, Any]:
+        content, found = open_run(
+            folder,
+            lock=lock,
+            lock_wait_seconds=lock_wait_seconds,
+            resume=resume,
+            start_over=start_over,
+            now=clock(),
+        )
+        steps.extend(found)
+        return content
+
+    try:
+        opening = read_opening(control.on_main(decide), folder.storage)
+    except BaseException:
+        _release(control, background, lock)
+        raise
+    keeper = Keeper(
+        folder,
+        rules=rules,
+        steps=steps,
+        run_id=opening.run_id,
+        branch=opening.branch,
+        resumed_from=opening.source.step if opening.source else None,
+        clock=clock,
+    )
+    hosts = control.gather(socket.gethostname())
+    saver = Saver(
+        folder=folder,
+        keeper=keeper if control.is_main else None,
+        control=control,
+        background=background,
+        local_ranks=hosts.count(socket.gethostname()),
+        run_id=opening.run_id,
+        branch=opening.branch,
+        source=opening.source,
+        options=options,
+        clock=clock,
+    )
+    return Session(opening, control, background, lock, saver)
+
+
+def _release(control: Peers, background: Peers, lock: OutputDirLock | None) -> None:
+    control.close()
+    background.close()
+    if lock is not None:
+        lock.release()
