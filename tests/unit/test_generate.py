@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from legato.errors import ModelError, ModelNotFoundError
+from legato.generate import generate_batch, load_for_generation
+from legato.models.compile import compile_blocks
+from legato.models.load import load_model
+from legato.models.lora import attach_lora
+from tests.helpers import tiny
+
+
+@pytest.fixture
+def folder(tiny_model_dir: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_model_dir: Path) -> tuple[Any, Any]:
+    return load_for_generation(tiny_model_dir, dtype=torch.float32)
+
+
+def greedy(model: Any, tokenizer: Any, text: str, count: int) -> str:
+    """The plainest loop: no cache, no batch, no padding."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    start = len(ids)
+    while len(ids) < start + count:
+        with torch.no_grad():
+            token = int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax())
+        ids.append(token)
+        if token == tokenizer.eos_token_id:
+            break
+    return tokenizer.decode(ids[start:], skip_special_tokens=True)
+
+
+TEXTS = ["two mugs", "a", "seven ropes to Kyoto, please", "three lamps to Oslo"]
+
+
+def test_answers_are_those_of_a_plain_greedy_loop_in_the_order_of_the_prompts(
+    pair: tuple[Any, Any],
+) -> None:
+    expected = [greedy(*pair, text, 12) for text in TEXTS]
+    assert len(set(expected)) == len(TEXTS)
+    for batch_size in (1, 2, 4):
+        found = generate_batch(*pair, TEXTS, max_new_tokens=12, batch_size=batch_size)
+        assert found == expected
+
+
+def test_messages_are_rendered_by_the_chat_template(pair: tuple[Any, Any]) -> None:
+    message = {"role": "user", "content": "two mugs"}
+    rendered = "<|im_start|>user\ntwo mugs<|im_end|>\n<|im_start|>assistant\n"
+    [answer] = generate_batch(*pair, [[message]], max_new_tokens=10)
+    assert answer == greedy(*pair, rendered, 10)
+
+
+def test_an_answer_ends_at_a_stop_token_of_model_or_tokenizer(pair: tuple[Any, Any]) -> None:
+    model, tokenizer = pair
+    text = greedy(model, tokenizer, "two mugs", 12)
+    stop = tokenizer(text, add_special_tokens=False)["input_ids"][3]
+    before = model.generation_config.eos_token_id
+    model.generation_config.eos_token_id = [stop]
+    try:
+        [answer] = generate_batch(model, tokenizer, ["two mugs"], max_new_tokens=12)
+    finally:
+        model.generation_config.eos_token_id = before
+    assert text.startswith(answer)
+    assert len(answer) < len(text)
+
+
+def test_samples_come_from_the_seed_and_leave_the_random_state_alone(
+    pair: tuple[Any, Any],
+) -> None:
+    def sample(seed: int) -> list[str]:
+        return generate_batch(*pair, TEXTS, max_new_tokens=8, temperature=1.0, seed=seed)
+
+    before = torch.random.get_rng_state()
+    first = sample(1)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert sample(1) == first
+    assert sample(2) != first
+
+
+def test_sampling_settings_of_the_model_dont_change_greedy_answers(folder: Path) -> None:
+    settings = json.loads((folder / "generation_config.json").read_text())
+    settings |= {"do_sample": True, "temperature": 5.0, "top_k": 3, "max_length": 20}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    model, tokenizer = load_for_generation(folder)
+    assert generate_batch(model, tokenizer, TEXTS, max_new_tokens=12) == [
+        greedy(model, tokenizer, text, 12) for text in TEXTS
+    ]
+
+
+def test_a_model_in_training_stays_in_training(folder: Path) -> None:
+    model, tokenizer = load_for_generation(folder)
+    model.train()
+    generate_batch(model, tokenizer, ["two"], max_new_tokens=2)
+    assert model.training
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_compiled_blocks_arent_compiled_for_each_new_token(folder: Path) -> None:
+    graphs = []
+
+    def counting(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    model, tokenizer = load_for_generation(folder)
+    expected = generate_batch(model, tokenizer, ["two mugs"], max_new_tokens=8)
+    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False):
+        compile_blocks(model, backend=counting, dynamic=False, recompile_limit=2)
+        assert generate_batch(model, tokenizer, ["two mugs"], max_new_tokens=8) == expected
+        assert not graphs
+        model(input_ids=torch.tensor([[1, 2, 3]]))  # and afterwards they are compiled as before
+        assert graphs
+    torch._dynamo.reset()
+
+
+def test_a_prompt_that_doesnt_fit_is_an_error_with_both_numbers(pair: tuple[Any, Any]) -> None:
+    with pytest.raises(ModelError, match=r"500 tokens and max_new_tokens is 20: .* 512 positions"):
+        generate_batch(*pair, ["a" * 500], max_new_tokens=20)
+
+
+def test_no_prompts_no_answers(pair: tuple[Any, Any]) -> None:
+    assert generate_batch(*pair, []) == []
+
+
+def test_the_files_dtype_is_kept_unless_another_is_asked_for(tmp_path: Path) -> None:
+    folder = tiny.write_model(tmp_path / "m", dtype=torch.bfloat16)
+    assert load_for_generation(folder)[0].dtype == torch.bfloat16
+    assert load_for_generation(folder, dtype=torch.float32)[0].dtype == torch.float32
+
+
+def write_adapter(base: Path, folder: Path) -> Any:
+    adapter = attach_lora(
+        load_model(base, dtype=torch.float32), lora_rank=2, lora_alpha=64, base_name=base
+    )
+    folder.mkdir()
+    with torch.no_grad():
+        for name, parameter in adapter.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    tensors = {
+        key: adapter.model.get_parameter(name).detach() for name, key in adapter.keys.items()
+    }
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    for name, content in adapter.files.items():
+        (folder / name).write_bytes(content)
+    return adapter.model.eval()
+
+
+def test_an_adapter_folder_answers_with_its_base(folder: Path, tmp_path: Path) -> None:
+    trained = write_adapter(folder, tmp_path / "adapter")
+    model, tokenizer = load_for_generation(tmp_path / "adapter")
+    answers = generate_batch(model, tokenizer, TEXTS, max_new_tokens=6)
+    assert answers == [greedy(trained, tokenizer, text, 6) for text in TEXTS]
+    plain, _ = load_for_generation(folder)
+    assert answers != generate_batch(plain, tokenizer, TEXTS, max_new_tokens=6)
+
+
+def test_an_adapter_on_another_base_is_refused(folder: Path, tmp_path: Path) -> None:
+    write_adapter(folder, tmp_path / "adapter")
+    file = folder / "model.safetensors"
+    changed = {name: tensor + 0.01 for name, tensor in load_file(file).items()}
+    save_file(changed, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="was trained on another base than the one that is at"):
+        load_for_generation(tmp_path / "adapter")
+
+
+def test_an_adapter_whose_base_is_gone_is_an_error_that_names_it(
+    folder: Path, tmp_path: Path
+) -> None:
+    write_adapter(folder, tmp_path / "adapter")
+    folder.rename(tmp_path / "moved")
+    with pytest.raises(ModelNotFoundError, match=f"whose base {folder} can't be found"):
+        load_for_generation(tmp_path / "adapter")
+
+
+@pytest.mark.real_model
+def test_the_real_model_knows_the_capital_of_france(smollm2_dir: Path) -> None:
+    model, tokenizer = load_for_generation(smollm2_dir)
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    [answer] = generate_batch(model, tokenizer, [question], max_new_tokens=12)
+    assert answer == "The capital of France is Paris."
