@@ -25,7 +25,10 @@ STRADDLING = (
     "never sees (strip the white space at their beginning)"
 )
 EMPTY = "trained turns that are empty, so that only the stop token is trained"
-MARKS_DIFFER = "answers that aren't what the template's {% generation %} marks (what inference needs is trained)"
+MARKS_DIFFER = (
+    "answers that aren't what the template's {% generation %} marks "
+    "(trained is what inference needs)"
+)
 SPLIT_OFF = "turns that became samples of their own, because "
 
 Encoded = tuple[PlannedText, list[int], list[tuple[int, int]]]

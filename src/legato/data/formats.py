@@ -268,7 +268,9 @@ def _messages(values: Mapping[str, Any]) -> tuple[Message, ...]:
 def _message(turn: object, number: int, *, trained: bool | None = None) -> Message:
     where = f"message {number}"
     if not isinstance(turn, dict):
-        raise ValueError(f"{where} is a {type(turn).__name__}, not an object with role and content")
+        raise ValueError(
+            f"{where} is of type {type(turn).__name__}, not an object with role and content"
+        )
     role = turn.get("role")
     if role in TOOL_ROLES or turn.get("tool_calls"):
         raise ValueError(f"{where}: tool calls aren't in this version")
@@ -337,7 +339,7 @@ def _text(value: object, what: str, *, as_json: bool = False) -> str:
         raise ValueError(f"{what} is null; expected text")
     if as_json:
         return json.dumps(value, ensure_ascii=False, default=str)
-    raise ValueError(f"{what} is a {type(value).__name__}; expected text")
+    raise ValueError(f"{what} is of type {type(value).__name__}; expected text")
 
 
 def _listed(columns: Mapping[str, Any]) -> str:

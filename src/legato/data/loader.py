@@ -218,7 +218,9 @@ def permutation(length: int, *, seed: int, epoch: int, stream: int = 0) -> Indic
     Returns:
         Int64 ``[length]``.
     """
-    source = np.random.Philox(counter=[0, 0, 0, stream], key=[seed % 2**64, epoch])
+    # Arrays, not lists: numpy makes floats of a list that holds an integer above 2**63.
+    key = np.array([seed % 2**64, epoch], dtype=np.uint64)
+    source = np.random.Philox(counter=np.array([0, 0, 0, stream], dtype=np.uint64), key=key)
     # The low bits carry the index: keys can't tie, so the result doesn't depend on the kind of
     # sort.
     bits = np.uint64(length.bit_length())

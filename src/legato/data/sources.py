@@ -182,7 +182,7 @@ def _read_json_lines(stream: IO[bytes], file: Path, name: str) -> Iterator[Row |
                 continue
             sample_id, where = f"{name}:{number}", f"{file}:{number}"
             try:
-                value = json.loads(_decode(line))
+                value = json.loads(_decode(line.rstrip(b"\r\n")))
             except json.JSONDecodeError as error:
                 yield BadRow(
                     sample_id, where, f"isn't valid JSON: {error.msg} at column {error.colno}"
@@ -203,7 +203,9 @@ def _lines(stream: IO[bytes], file: Path) -> Iterator[bytes]:
 def _as_row(value: object, sample_id: str, where: str) -> Row | BadRow:
     if isinstance(value, dict):
         return Row(sample_id, where, value)
-    return BadRow(sample_id, where, f"is a {type(value).__name__}, not an object with columns")
+    return BadRow(
+        sample_id, where, f"is of type {type(value).__name__}, not an object with columns"
+    )
 
 
 def _read_json(file: Path, name: str) -> Iterator[Row | BadRow]:
@@ -237,7 +239,7 @@ def _read_json(file: Path, name: str) -> Iterator[Row | BadRow]:
         rows = rows[lists[0]]
     if not isinstance(rows, list):
         raise DataError(
-            f"{file}: holds a {type(rows).__name__}; expected a list of rows", path=str(file)
+            f"{file}: is of type {type(rows).__name__}; expected a list of rows", path=str(file)
         )
     for number, value in enumerate(rows, start=1):
         yield _as_row(value, f"{name}:{number}", f"{file}: row {number}")

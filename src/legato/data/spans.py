@@ -190,7 +190,7 @@ def _text_of_turn(
 
 
 def _after_opened_thought(prompt: str, content: str) -> str:
-    """The content without its own ``<think>`` where the generation prompt has opened one already."""
+    """The content without its own ``<think>`` where the generation prompt opens one already."""
     opens = prompt.rstrip().endswith("<think>") and content.lstrip().startswith("<think>")
     return content.lstrip().removeprefix("<think>").lstrip("\n") if opens else content
 

@@ -1,0 +1,187 @@
+"""From files to samples: limits, counts, what is said, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from legato.data import ChatFormatter, DatasetSpec, TokenizedData, build_data, split_validation
+from legato.errors import ConfigError, DataError
+from tests.helpers import tiny
+
+# A prompt of p bytes and an answer of a make 20 + p + a tokens, the stop included.
+
+
+def write(path: Path, *pairs: tuple[object, object]) -> str:
+    lines = [json.dumps({"prompt": prompt, "completion": answer}) for prompt, answer in pairs]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return str(path)
+
+
+def build(path: str, *, max_seq_len: int = 512, **options: str) -> TokenizedData:
+    formatter = ChatFormatter(tiny.build_tokenizer())
+    return build_data(
+        [DatasetSpec(path)],
+        formatter=formatter,
+        max_seq_len=max_seq_len,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def test_samples_know_their_tokens_mask_and_place(tmp_path: Path) -> None:
+    data = build(write(tmp_path / "a.jsonl", ("Hi", "Ho"), ("Hi", "")))
+    tokenizer = tiny.build_tokenizer()
+    assert len(data) == 2
+    assert data[0].sample_id == "a.jsonl:1"
+    assert data[1].sample_id == "a.jsonl:2"
+    expected = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHo<|im_end|>"
+    ids = tokenizer(expected, add_special_tokens=False)["input_ids"]
+    assert data[0].input_ids.tolist() == ids
+    assert data[0].input_ids.dtype == np.int32
+    assert data[0].trained.tolist() == [False] * (len(ids) - 3) + [True] * 3
+    assert data.lengths.tolist() == [len(ids), len(ids) - 2]
+    assert (data.num_tokens, data.num_loss_tokens) == (2 * len(ids) - 2, 3 + 1)
+
+
+def test_the_report_says_what_became_of_the_rows(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", ("Hi", "Ho"), ("Hi", "x" * 90), ("Hi", ""))
+    data = build(path, max_seq_len=60)
+    assert data.report.lines() == [
+        f"{path}: prompt_completion (detected from its columns), 3 rows, 2 samples, 46 tokens, "
+        "9% of them trained",
+        f"{path}: trained turns that are empty, so that only the stop token is trained: "
+        "1 (a.jsonl:3)",
+        f"{path}: longer than max_seq_len, dropped: 1 (a.jsonl:2)",
+        f"warning: {path}: 1 of 3 samples longer than max_seq_len, dropped; max_seq_len is 60",
+    ]
+
+
+def test_a_long_sample_is_dropped_cut_or_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", ("Hi", "Ho"), ("Hi", "x" * 90))
+    assert build(path, max_seq_len=60).lengths.tolist() == [24]
+    cut = build(path, max_seq_len=60, excess_length="truncate")
+    assert cut.lengths.tolist() == [24, 60]
+    assert cut.report.datasets[0].counts == {"longer than max_seq_len, cut": 1}
+    with pytest.raises(DataError, match=r"a\.jsonl:2 has 112 tokens, max_seq_len is 60\. Raise it"):
+        build(path, max_seq_len=60, excess_length="error")
+
+
+def test_a_prompt_that_fills_the_row_leaves_nothing_to_train_and_is_dropped(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", ("Hi", "Ho"), ("x" * 90, "Ho"), ("Hi", "Ho"))
+    data = build(path, max_seq_len=60, excess_length="truncate")
+    assert [data.sample_id(i) for i in range(len(data))] == ["a.jsonl:1", "a.jsonl:3"]
+    assert data.report.datasets[0].counts["without a trained token, dropped"] == 1
+    assert data.report.warnings == (
+        f"warning: {path}: 1 of 3 samples without a trained token, dropped; max_seq_len is 60",
+    )
+
+
+def test_one_untrained_sample_in_a_hundred_is_no_warning(tmp_path: Path) -> None:
+    pairs = [("Hi", "Ho")] * 99 + [("x" * 90, "Ho")]
+    data = build(write(tmp_path / "a.jsonl", *pairs), max_seq_len=60, excess_length="truncate")
+    assert len(data) == 99
+    assert data.report.warnings == ()
+
+
+def test_nothing_left_to_train_on_is_an_error_that_names_the_limit(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", *[("x" * 90, "Ho")] * 64)
+    with pytest.raises(DataError) as caught:
+        build(path, max_seq_len=60, excess_length="truncate")
+    assert str(caught.value) == (
+        f"{path}: nothing left to train on of 64 rows: longer than max_seq_len, cut: 64; "
+        "without a trained token, dropped: 64. max_seq_len is 60."
+    )
+
+
+def test_an_empty_data_set_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"a\.jsonl: no rows"):
+        build(write(tmp_path / "a.jsonl"))
+
+
+def test_a_broken_line_is_an_error_with_its_place_or_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    good = json.dumps({"prompt": "Hi", "completion": "Ho"})
+    path.write_text(f"{good}\n{{broken\n" + json.dumps({"prompt": "Hi"}) + f"\n{good}\n")
+    with pytest.raises(DataError, match=rf"^{path}:2: isn't valid JSON"):
+        build(str(path))
+    data = build(str(path), on_bad_row="skip")
+    assert [data.sample_id(i) for i in range(len(data))] == ["a.jsonl:1", "a.jsonl:4"]
+    assert data.rows.tolist() == [0, 3]
+    assert data.report.datasets[0].counts == {"bad rows, skipped": 2}
+    assert data.report.datasets[0].examples == {"bad rows, skipped": ["a.jsonl:2", "a.jsonl:3"]}
+
+
+def test_rows_that_are_all_bad_are_an_error_that_shows_the_first(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", ("<|im_end|>", "Ho"), ("Hi", "<|im_end|>"))
+    with pytest.raises(
+        DataError, match=r"of 2 rows: bad rows, skipped: 2\. The first: .*message 1"
+    ):
+        build(path, on_bad_row="skip")
+
+
+def test_a_mapping_without_a_type_still_detects_the_format(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"question": "Hi", "answer": {"a": 1}}))
+    spec = DatasetSpec(str(path), columns={"prompt": "question", "completion": "answer"})
+    data = build_data([spec], formatter=ChatFormatter(tiny.build_tokenizer()), max_seq_len=512)
+    assert data.report.datasets[0].type == "prompt_completion"
+    text = tiny.build_tokenizer().decode(data[0].input_ids[data[0].trained])
+    assert text == '{"a": 1}<|im_end|>'
+
+
+@pytest.mark.parametrize(
+    "text", ["  \n", "\0", "\u200b", "\u202eabc", "a\r\nb", "\U0001f468\u200d\U0001f469", "x" * 300]
+)
+def test_odd_texts_are_trained_as_they_are(tmp_path: Path, text: str) -> None:
+    data = build(write(tmp_path / "a.jsonl", ("Hi", text)))
+    trained = data[0].input_ids[data[0].trained]
+    assert tiny.build_tokenizer().decode(trained) == text + "<|im_end|>"
+
+
+def test_options_that_mean_nothing_are_refused_all_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_data(
+            [DatasetSpec("a.jsonl", weight=0)],
+            formatter=ChatFormatter(tiny.build_tokenizer()),
+            max_seq_len=1,
+            excess_length="cut",
+            on_bad_row="ignore",
+        )
+    assert [p.split(":")[0] for p in caught.value.problems] == [
+        "a.jsonl", "max_seq_len", "excess_length", "on_bad_row",
+    ]  # fmt: skip
+
+
+def test_held_out_rows_are_drawn_by_seed_and_keep_their_order(tmp_path: Path) -> None:
+    data = build(write(tmp_path / "a.jsonl", *[(str(i), "Ho") for i in range(20)]))
+    train, val = split_validation(data, val_set_size=0.2, seed=1)
+    assert (len(train), len(val)) == (16, 4)
+    names = {data.sample_id(i) for i in range(20)}
+    assert {s.sample_id(i) for s in (train, val) for i in range(len(s))} == names
+    assert val.rows.tolist() == sorted(val.rows.tolist())
+    assert split_validation(data, val_set_size=4, seed=1)[1].rows.tolist() == val.rows.tolist()
+    assert split_validation(data, val_set_size=4, seed=2)[1].rows.tolist() != val.rows.tolist()
+    for size in (20, 0, 0.001):
+        with pytest.raises(ConfigError, match="at least one row must stay on each side"):
+            split_validation(data, val_set_size=size, seed=1)
+
+
+def test_samples_of_one_row_are_never_on_both_sides(tmp_path: Path) -> None:
+    template = tiny.CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}] * 2
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps({"messages": turns}) for _ in range(10)))
+    data = build_data(
+        [DatasetSpec(str(path), weight=2)],
+        formatter=ChatFormatter(tiny.build_tokenizer(template)),
+        max_seq_len=512,
+    )
+    assert len(data) == 20
+    assert [data.sample_id(i) for i in (0, 1, 2)] == ["a.jsonl:1#2", "a.jsonl:1#4", "a.jsonl:2#2"]
+    train, val = split_validation(data, val_set_size=5, seed=0)
+    assert (len(train), len(val)) == (10, 10)
+    assert set(train.rows.tolist()).isdisjoint(val.rows.tolist())
+    assert (train.weights, val.weights) == ((2,), (1.0,))

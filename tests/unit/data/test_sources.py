@@ -1,0 +1,197 @@
+"""Rows from files of every kind, and what a person is told about a broken one."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyarrow import ipc, parquet
+
+from legato.data.sources import BadRow, Row, read_rows
+from legato.errors import DataError
+
+ROWS = [{"text": "a\r\nb"}, {"text": "\u0634\U0001f600"}]
+
+
+def columns(path: Path | str, split: str | None = None) -> list[dict[str, object]]:
+    found = list(read_rows(str(path), split=split))
+    assert all(isinstance(row, Row) for row in found), found
+    return [row.columns for row in found if isinstance(row, Row)]
+
+
+def ids(path: Path | str) -> list[str]:
+    return [row.sample_id for row in read_rows(str(path))]
+
+
+def write_jsonl(path: Path, rows: list[dict[str, str]] = ROWS, *, end: str = "\n") -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes("".join(json.dumps(row) + end for row in rows).encode())
+    return path
+
+
+def test_json_lines_with_a_bom_blank_lines_and_windows_line_ends(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n{"text": "b"}\r\n')
+    assert columns(path) == [{"text": "a"}, {"text": "b"}]
+    assert ids(path) == ["a.jsonl:1", "a.jsonl:3"]
+
+
+def test_a_line_separator_inside_a_string_is_no_line_end(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a\u2028b\x85c"}\n', encoding="utf-8")
+    assert columns(path) == [{"text": "a\u2028b\x85c"}]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps(ROWS),
+        json.dumps({"version": 1, "data": ROWS}),
+        "\n".join(json.dumps(row) for row in ROWS),
+    ],
+    ids=["a list", "an object that holds a list", "json lines under another name"],
+)
+def test_a_json_file_may_hold_rows_in_three_ways(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    assert columns(path) == ROWS
+    assert ids(path) == ["a.json:1", "a.json:2"]
+
+
+def test_csv_with_quotes_line_ends_and_a_bom(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'\xef\xbb\xbfq,a\r\n"x, ""y""\nz",1\r\nw,2\r\n')
+    assert columns(path) == [{"q": 'x, "y"\nz', "a": "1"}, {"q": "w", "a": "2"}]
+    assert ids(path) == ["a.csv:2", "a.csv:4"]
+
+
+def test_csv_with_a_very_long_field(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("text\n" + "x" * 300_000 + "\n")
+    assert columns(path) == [{"text": "x" * 300_000}]
+
+
+def test_tab_separated_values(tmp_path: Path) -> None:
+    path = tmp_path / "a.tsv"
+    path.write_text("q\ta\nx,y\t1\n")
+    assert columns(path) == [{"q": "x,y", "a": "1"}]
+
+
+def test_parquet_and_both_forms_of_arrow(tmp_path: Path) -> None:
+    table = pa.Table.from_pylist(ROWS)
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with ipc.new_file(tmp_path / "file.arrow", table.schema) as writer:
+        writer.write_table(table)
+    with ipc.new_stream(tmp_path / "stream.arrow", table.schema) as writer:
+        writer.write_table(table)
+    for name in ("a.parquet", "file.arrow", "stream.arrow"):
+        assert columns(tmp_path / name) == ROWS
+        assert ids(tmp_path / name) == [f"{name}:1", f"{name}:2"]
+
+
+def test_compressed_files(tmp_path: Path) -> None:
+    plain = write_jsonl(tmp_path / "a.jsonl").read_bytes()
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(plain))
+    packed = pa.Codec("zstd").compress(plain, asbytes=True)
+    (tmp_path / "c.jsonl.zst").write_bytes(packed)
+    assert columns(tmp_path / "b.jsonl.gz") == ROWS
+    assert columns(tmp_path / "c.jsonl.zst") == ROWS
+
+
+def test_a_glob_and_a_folder_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.jsonl", "c.txt", ".hidden.jsonl"):
+        write_jsonl(tmp_path / name, [{"text": name}])
+    assert ids(tmp_path / "*.jsonl") == ["a.jsonl:1", "b.jsonl:1"]
+    assert ids(tmp_path) == ["a.jsonl:1", "b.jsonl:1"]
+
+
+def test_files_of_one_name_are_told_apart_by_their_folder(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "x" / "a.jsonl", ROWS[:1])
+    write_jsonl(tmp_path / "y" / "a.jsonl", ROWS[:1])
+    assert ids(tmp_path) == [f"{tmp_path}/x/a.jsonl:1", f"{tmp_path}/y/a.jsonl:1"]
+
+
+def test_a_folder_with_a_test_file_must_not_be_read_as_one_heap(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "train.jsonl", [{"text": "train"}])
+    write_jsonl(tmp_path / "test.jsonl", [{"text": "test"}])
+    with pytest.raises(DataError, match=r"holds test\.jsonl beside other files\. Name a split"):
+        list(read_rows(str(tmp_path)))
+
+
+def test_a_split_of_a_folder_is_read_through_the_datasets_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_jsonl(tmp_path / "train.jsonl", [{"text": "train"}])
+    write_jsonl(tmp_path / "test.jsonl", [{"text": "test"}])
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    assert columns(tmp_path, split="test") == [{"text": "test"}]
+    with pytest.raises(DataError, match=r'Unknown split "dev"'):
+        list(read_rows(str(tmp_path), split="dev"))
+
+
+def bad(path: Path) -> list[tuple[str, str]]:
+    return [(r.where, r.reason) for r in read_rows(str(path)) if isinstance(r, BadRow)]
+
+
+def test_a_broken_line_is_named_and_the_next_one_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\n{"text": "b"\n{"text": "\xe9"}\n[1]\n{"text": "c"}\n')
+    assert bad(path) == [
+        (f"{path}:2", "isn't valid JSON: Expecting ',' delimiter at column 13"),
+        (f"{path}:3", "isn't UTF-8: byte 0xE9 at position 11. Save the file as UTF-8."),
+        (f"{path}:4", "is of type list, not an object with columns"),
+    ]
+    good = [row.columns for row in read_rows(str(path)) if isinstance(row, Row)]
+    assert good == [{"text": "a"}, {"text": "c"}]
+
+
+def test_a_csv_row_of_another_length_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("q,a\n1,2\n1,2,3\n1\n")
+    assert bad(path) == [
+        (f"{path}:3", "has 3 fields; the first line names 2"),
+        (f"{path}:4", "has 1 fields; the first line names 2"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", b'[{"text": 1},\n {"text": }]', r"a\.json:2: isn't valid JSON: .* column 11"),
+        ("a.json", b'{"a": [], "b": []}', r"one object with a, b; expected a list of rows"),
+        ("a.json", b"3", r"is of type int; expected a list of rows"),
+        ("a.json", '[{"text": "é"}]'.encode("latin-1"), r"isn't UTF-8: byte 0xE9"),
+        ("a.json", '[{"text": "e"}]'.encode("utf-16"), r"is UTF-16, not UTF-8"),
+        ("a.csv", "q,a\né,b".encode("latin-1"), r"isn't UTF-8: byte 0xE9 at position 5"),
+        ("a.csv", b'q,a\n"x,1\n', r"a\.csv:\d: isn't valid CSV: unexpected end of data"),
+        ("a.parquet", b"PAR1 no", r"a\.parquet: can't be read as \.parquet"),
+        ("a.arrow", b"no", r"a\.arrow: can't be read as \.arrow"),
+        ("a.jsonl.gz", b"no", r"a\.jsonl\.gz: can't be read to its end: Not a gzipped file"),
+        ("a.txt", b"no", r"a\.txt: unknown kind of file\. Known: \.jsonl"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_one_error(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        list(read_rows(str(tmp_path / name)))
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"orders\.jsonl: no such file or folder \(looked in"):
+        read_rows("orders.jsonl")
+    with pytest.raises(DataError, match=r"no data file there"):
+        list(read_rows(str(tmp_path)))
+    with pytest.raises(DataError, match=r"no data file there"):
+        list(read_rows(str(tmp_path / "*.jsonl")))
+    with pytest.raises(DataError, match=r"split 'train' is for data sets on the hub"):
+        read_rows(str(write_jsonl(tmp_path / "a.jsonl")), split="train")
+
+
+def test_a_hub_name_without_a_network_says_so() -> None:
+    with pytest.raises(DataError, match=r"owner/name: .*can't be loaded.*HF_HUB_OFFLINE is set"):
+        list(read_rows("owner/name"))
