@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from legato.config import catalog, rules
 from legato.config.aliases import (
     ADVICE,
+    ALIASES,
     COMPONENT,
     COMPONENT_ADVICE,
     resolve_file,
@@ -104,13 +105,14 @@ def load_config(
         raise ConfigError([f"{layer.name}: {problem}" for problem in layer.problems])
     origins = Origins(entry.label)
     told, unreadable = _prepare_file(layer, origins)
-    values = OmegaConf.create(layer.data)
+    values, malformed = _with_references(layer.data)
     told += _apply(values, overrides, origins)
     if recipe is not None:
         told += _agree_on_recipe(values, recipe, origins)
     if "output_dir" not in values:
         values["output_dir"] = entry.output_dir
     resolved, unresolved = _resolve(values)
+    unresolved += malformed
     unreadable |= {str(problem.path[0]) for problem in unresolved}
     config, found = validate(resolved, skip=frozenset(unreadable))
     told += [origins.tell(problem) for problem in unresolved + found]
@@ -172,7 +174,8 @@ def _prepare_file(layer: Layer, origins: Origins) -> tuple[list[str], set[str]]:
     """Take out import paths, resolve aliases: what is wrong so far, and in which keys."""
     problems = layer.problems + _take_components(layer.data)
     layer.problems = []
-    unreadable = {str(problem.path[0]) for problem in problems if problem.path}
+    names = {str(problem.path[0]) for problem in problems if problem.path}
+    unreadable = {str(ALIASES.get(name, (name,))[0]) for name in names}
     told = [f"{layer.place(problem.path)}: {problem}" for problem in problems]
     resolve_file(layer, origins.spellings)
     told += [f"{layer.place(problem.path)}: {problem}" for problem in layer.problems]
@@ -220,7 +223,12 @@ def _apply(values: DictConfig, arguments: Sequence[str], origins: Origins) -> li
             overrides.append(override)
     spellings: dict[Path, str] = {}
     for override in resolve_overrides(overrides, layer, spellings):
-        problem = _remove(values, override) if override.remove else _set(values, override, origins)
+        try:
+            problem = (
+                _remove(values, override) if override.remove else _set(values, override, origins)
+            )
+        except OmegaConfBaseException as error:
+            problem = Problem((), f"{override.argument}: {_first_line(error)}")
         if problem is not None:
             layer.problems.append(problem)
         origins.overridden(override.path)
@@ -280,6 +288,18 @@ def _remove(values: DictConfig, override: Override) -> Problem | None:
     return None
 
 
+def _with_references(data: dict[str, Any]) -> tuple[DictConfig, list[Problem]]:
+    """Parse ``${...}``; keys with a malformed one are left out and told."""
+    problems: list[Problem] = []
+    while True:
+        try:
+            return OmegaConf.create(data), problems
+        except OmegaConfBaseException as error:
+            path = _path_of(str(error.full_key))
+            problems.append(Problem(path, f"not a reference to a key: {_first_line(error)}"))
+            data = {name: value for name, value in data.items() if name != str(path[0])}
+
+
 def _resolve(values: DictConfig) -> tuple[dict[str, Any], list[Problem]]:
     """Fill in ``${...}``; keys whose reference can't be followed are left out and told."""
     problems: list[Problem] = []
@@ -289,9 +309,12 @@ def _resolve(values: DictConfig) -> tuple[dict[str, Any], list[Problem]]:
             return resolved, problems
         except OmegaConfBaseException as error:
             path = _path_of(str(error.full_key))
-            first_line = str(error).splitlines()[0]
-            problems.append(Problem(path, first_line))
+            problems.append(Problem(path, _first_line(error)))
             del values[str(path[0])]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]
 
 
 def _path_of(full_key: str) -> Path:

@@ -141,7 +141,7 @@ ONLY_WITH = (
         ("shuffle_buffer_size",),
         ("streaming",),
         lambda c: c.streaming,
-        "used while streaming; data read before training is shuffled as a whole",
+        "data that is read before training is shuffled as a whole",
     ),
     OnlyWith(
         ("optimizer.betas",),
@@ -177,6 +177,18 @@ CONFLICTS = (
         ("master_weights", "recipe"),
         lambda c: c.master_weights == "none" and is_lora(c),
         "an adapter's fp32 copy is small and always kept; leave it out",
+    ),
+    Conflict(
+        ("master_weights", "optimizer"),
+        lambda c: c.master_weights == "none" and c.optimizer.name != "adamw",
+        "only adamw rounds stochastically; use it, or keep fp32 master weights",
+    ),
+    Conflict(
+        ("metric_for_best_model", *_EVALUATION),
+        lambda c: (
+            (c.metric_for_best_model or "").startswith("eval_") and not has_evaluation_data(c)
+        ),
+        "there is nothing to evaluate on; set val_set_size or eval_datasets, or use train_loss",
     ),
     Conflict(
         ("attention", "device"),

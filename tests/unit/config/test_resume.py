@@ -1,0 +1,101 @@
+"""What changed between a run and its resumption."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from legato.config.load import dump_yaml
+from legato.config.resume import diff_on_resume
+from legato.config.schema import RunConfig
+
+
+def build(**changes: Any) -> RunConfig:
+    values: dict[str, Any] = {
+        "recipe": "full_finetune_single_device",
+        "model": "m",
+        "output_dir": "out",
+        "datasets": [{"path": "a", "columns": {"prompt": "q"}}],
+        "optimizer": {"lr": 1e-3},
+        "batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "val_set_size": 5,
+    }
+    return RunConfig(**(values | changes))
+
+
+def told(**changes: Any) -> tuple[list[str], list[str]]:
+    refused, warned = diff_on_resume(build().model_dump(mode="json"), build(**changes))
+    return [str(change) for change in refused], [str(change) for change in warned]
+
+
+def test_nothing_changed() -> None:
+    assert told() == ([], [])
+
+
+def test_the_written_yaml_is_the_same_config() -> None:
+    config = build(recipe="lora_finetune_single_device", lora_rank=4)
+    assert diff_on_resume(yaml.safe_load(dump_yaml(config)), config) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"seed": 1}, "seed: was 0, now 1"),
+        ({"dtype": "fp32"}, "dtype: was bf16, now fp32"),
+        ({"train_on_inputs": True}, "train_on_inputs: was false, now true"),
+        (
+            {"datasets": [{"path": "b", "columns": {"prompt": "q"}}]},
+            "datasets.0.path: was a, now b",
+        ),
+        (
+            {"datasets": [{"path": "a", "columns": {"prompt": "x", "completion": "y"}}]},
+            "datasets.0.columns.prompt: was q, now x",
+        ),
+        ({"val_set_size": 0}, "val_set_size: was 5.0, now 0.0"),
+        ({"batch_size": 8}, "batch_size: was 4, now 8"),
+    ],
+)  # fmt: skip
+def test_what_a_run_cannot_follow_is_refused(changes: dict[str, Any], refused: str) -> None:
+    found, warned = told(**changes)
+    assert found[0] == refused
+    assert warned == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "warned"),
+    [
+        ({"epochs": 3}, "epochs: was 1, now 3"),
+        ({"max_steps": 6}, "max_steps: was null, now 6"),
+        ({"optimizer": {"lr": 1.0}}, "optimizer.lr: was 0.001, now 1.0"),
+        ({"lr_scheduler": {"name": "linear"}}, "lr_scheduler.name: was cosine, now linear"),
+    ],
+)
+def test_what_a_run_follows_is_said(changes: dict[str, Any], warned: str) -> None:
+    assert told(**changes) == ([], [warned])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"output_dir": "elsewhere"},
+        {"device": "cpu"},
+        {"save_every_n_train_steps": {"first": 1, "max_interval": 4}},
+        {"compile": {"mode": "default"}},
+        {"keep_last_n_checkpoints": 1, "prune": "move"},
+        {"batch_size": 2, "gradient_accumulation_steps": 4},
+        {"batch_size": 8, "gradient_accumulation_steps": 1},
+    ],
+)
+def test_what_may_change_freely_is_not_said(changes: dict[str, Any]) -> None:
+    assert told(**changes) == ([], [])
+
+
+def test_a_key_that_the_old_config_lacks_had_its_default() -> None:
+    old = build().model_dump(mode="json")
+    del old["seed"], old["epochs"], old["optimizer"]["weight_decay"]
+    old["a_key_of_an_older_version"] = 1
+    refused, warned = diff_on_resume(old, build(seed=2))
+    assert ([str(c) for c in refused], warned) == (["seed: was 0, now 2"], ())

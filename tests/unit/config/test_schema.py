@@ -1,0 +1,73 @@
+"""Each key declares what it is and what another value does to a resumed run."""
+
+from __future__ import annotations
+
+import pytest
+
+from legato.config.aliases import ADVICE, ALIASES
+from legato.config.explain import key_at, schema_keys
+
+# The table of the plan of record, by top-level key.
+ON_RESUME = {
+    "refuse": """
+        recipe model dtype master_weights seed datasets val_set_size chat_template
+        chat_template_kwargs train_on_inputs roles_to_train special_tokens_in_text max_seq_len
+        excess_length on_bad_row packing streaming shuffle_buffer_size batch_size
+        gradient_accumulation_steps lora_rank lora_alpha lora_dropout lora_target_modules use_dora
+        use_rslora quantize_base optimizer_in_backward
+    """,
+    "warn": """
+        eval_datasets attention epochs max_steps max_steps_per_epoch optimizer lr_scheduler
+        clip_grad_norm
+    """,
+    "free": """
+        trust_remote_code device num_workers stop_after_step on_nonfinite save_every_n_train_steps
+        save_every_n_seconds save_at_epoch_end keep_last_n_checkpoints keep_last_n_states
+        keep_best_n_checkpoints keep_every_n_steps metric_for_best_model greater_is_better prune
+        save_only_model resume_from_checkpoint allow_missing verify_on_load
+        enable_async_checkpointing staging on_save_error final_save_patience_seconds shared_storage
+        run_val_every_n_steps generate_samples log_every_n_steps loggers compile
+        enable_activation_checkpointing enable_activation_offloading dp_shard dp_replicate
+        reshard_after_forward cpu_offload
+    """,
+    "-": "output_dir",
+}
+
+
+def test_every_key_has_the_class_of_the_plan() -> None:
+    declared: dict[str, set[str]] = {name: set() for name in ON_RESUME}
+    for key in schema_keys():
+        if len(key.path) == 1:
+            declared[key.on_resume].add(key.name)
+    assert declared == {name: set(words.split()) for name, words in ON_RESUME.items()}
+
+
+@pytest.mark.parametrize("key", schema_keys(), ids=lambda key: key.name)
+def test_every_key_has_a_class_and_a_doc(key) -> None:  # type: ignore[no-untyped-def]
+    assert key.on_resume in ("refuse", "warn", "free", "-")
+    assert key.field.description
+    assert key.field.description.endswith((".", "absent."))
+
+
+@pytest.mark.parametrize("key", schema_keys(), ids=lambda key: key.name)
+def test_every_count_has_a_unit(key) -> None:  # type: ignore[no-untyped-def]
+    counts = ("_steps", "_seconds", "_tokens", "_len", "_size", "epochs", "batch_size", "_epoch")
+    if key.path[-1].endswith(counts) and key.path[-1] != "val_set_size":
+        assert key.unit is not None
+
+
+def test_nested_keys_are_found_by_their_place() -> None:
+    assert key_at(("datasets", 3, "path")) is not None
+    assert key_at(("save_every_n_train_steps", "first")) is not None
+    assert key_at(("compile", "mode")) is not None
+    assert key_at(("optimizer", "lr")) is not None
+    assert key_at(("optimizer", "rate")) is None
+
+
+def test_other_spellings_lead_to_keys_and_hide_none() -> None:
+    keys = {key.path for key in schema_keys()}
+    assert set(ALIASES.values()) <= keys
+    words = {path[0] for path in keys}
+    assert words.isdisjoint(ALIASES)
+    assert words.isdisjoint(ADVICE)
+    assert set(ALIASES).isdisjoint(ADVICE)
