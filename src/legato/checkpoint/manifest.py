@@ -85,7 +85,14 @@ class Slice:
         numbers = [value[0], value[1], *value[3:]]
         if not all(_is_count(number) for number in numbers) or not isinstance(value[2], str):
             raise ValueError(f"a slice is {value!r}, not [offset, length, digest]")
+        if len(value) == 5 and (value[1] == 0 or value[3] < 2):
+            raise ValueError(f"a slice is {value!r}: its runs are none, or empty")
         return cls(*value)
+
+    @property
+    def end(self) -> int:
+        """Where its last run ends in the file."""
+        return self.offset + (self.num_runs - 1) * self.distance_bytes + self.run_bytes
 
 
 @dataclass(frozen=True)
@@ -201,7 +208,7 @@ def parse_manifest(data: bytes, *, path: str) -> Manifest:
         return _parse_content(content)
     except FolderFormatError:
         raise
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise FolderFormatError(
             f"{path}: not a valid manifest: {error}", path=path, newer=False
         ) from error
@@ -279,7 +286,7 @@ def _parse_file(name: str, value: Mapping[str, Any]) -> FileEntry:
         slices=tuple(Slice.from_json(part) for part in value["slices"]),
         header_digest=header_digest,
     )
-    if entry.header_bytes < 0:
+    if entry.header_bytes < 0 or any(part.end > entry.size_bytes for part in entry.slices):
         raise ValueError(f"the slices of {name} are longer than the file")
     return entry
 

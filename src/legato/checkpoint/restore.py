@@ -37,7 +37,8 @@ def restore_parts(
         committed: The step.
         storage: Where it is.
         rank: This process's number, for its random states.
-        allow_missing: ``optimizer``, ``rng`` or names of other parts that the step may lack.
+        allow_missing: ``optimizer``, ``rng`` or names of other parts that the step, or the run,
+            may lack.
 
     Returns:
         The ``trainer`` part's state; empty if the step holds none.
@@ -59,6 +60,8 @@ def restore_parts(
     with torch.no_grad():
         state = _open(storage, committed, OPTIMIZER_STEM)
         _restore_model(parts.model, committed, storage=storage, state=state)
+        if parts.optimizer is None and "optimizer" in content and "optimizer" not in allow_missing:
+            _refuse(committed.path, "it holds optimizer state, the run has no optimizer", key=None)
         if parts.optimizer is not None and has_state:
             _restore_optimizer(
                 parts.optimizer, state, content=content, path=committed.path,
@@ -116,9 +119,11 @@ def _restore_model(
     specs = reader.specs if reader is not None else {}
     name_of = {model.key(name): name for name in model.tensors}
     _compare_keys(path, expected=name_of, found=specs, what="the model")
-    for key, name in name_of.items():
-        live = model.tensors[name]
-        _compare(path, specs[key], live, dtype=model.stored_dtype(name))
+    _compare(
+        path,
+        {key: (model.tensors[name], model.stored_dtype(name)) for key, name in name_of.items()},
+        specs,
+    )
     for key, name in name_of.items():
         assert reader is not None
         live, master = model.tensors[name], model.masters.get(name)
@@ -137,7 +142,7 @@ def _fill_master(state: FolderReader, name: str, master: Tensor, *, path: str) -
     key = f"master/{name}"
     if key not in state.specs:
         _refuse(path, f"it holds no {key}: was master_weights changed?", key=key)
-    _compare(path, state.specs[key], master, dtype=master.dtype)
+    _compare(path, {key: (master, master.dtype)}, state.specs)
     _fill(state, key, master)
 
 
@@ -237,7 +242,7 @@ def _restore_others(
 ) -> None:
     if missing := [name for name in others if name not in stored and name not in allowed]:
         _refuse_keys(path, missing, "are parts of the run, but not of the checkpoint")
-    if extra := [name for name in stored if name not in others and name != "trainer"]:
+    if extra := [n for n in stored if n not in others and n != "trainer" and n not in allowed]:
         _refuse_keys(path, extra, "are parts of the checkpoint, but not of the run")
     for name, part in others.items():
         if name in stored and hasattr(part, "load_state_dict"):
@@ -252,16 +257,24 @@ def _fill(reader: FolderReader, key: str, target: Tensor) -> None:
         reader.read_into(key, box, shard, cast=True)
 
 
-def _compare(path: str, spec: TensorSpec, live: Tensor, *, dtype: torch.dtype) -> None:
-    expected, found = (tuple(live.shape), dtype), (spec.shape, spec.dtype)
-    if expected != found:
-        raise CheckpointMismatchError(
-            f"{path}: {spec.key} is {_short(found)} on disk, {_short(expected)} in the run: "
-            "was the model or its dtype changed?",
-            path=path,
-            key=spec.key,
-            expected=expected,
-            found=found,
+def _compare(
+    path: str,
+    expected: Mapping[str, tuple[Tensor, torch.dtype]],
+    found: Mapping[str, TensorSpec],
+) -> None:
+    """Shapes and dtypes: an error with the first three that differ, and their number."""
+    wrong = [
+        f"{key} is {_short(found[key].shape, found[key].dtype)} on disk, "
+        f"{_short(tuple(live.shape), dtype)} in the run"
+        for key, (live, dtype) in expected.items()
+        if (found[key].shape, found[key].dtype) != (tuple(live.shape), dtype)
+    ]
+    if wrong:
+        _refuse(
+            path,
+            f"{len(wrong)} of its tensors don't fit: {'; '.join(wrong[:3])}. Was the model or its "
+            "dtype changed?",
+            key=wrong[0].split(" ", 1)[0],
         )
 
 
@@ -282,8 +295,8 @@ def _refuse(path: str, why: str, **facts: Any) -> NoReturn:
     raise CheckpointMismatchError(f"{path} can't be restored: {why}", path=path, **facts)
 
 
-def _short(value: tuple[Any, torch.dtype]) -> str:
-    return f"{value[0]} {str(value[1]).removeprefix('torch.')}"
+def _short(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{shape} {str(dtype).removeprefix('torch.')}"
 
 
 def _a(kind: str) -> str:
