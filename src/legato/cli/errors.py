@@ -42,6 +42,8 @@ def _end(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, typer.Exit):
+        if error.exit_code == INTERRUPTED:  # typer's form of a KeyboardInterrupt
+            _say("interrupted")
         return error.exit_code
     if isinstance(error, StopRequested):
         return error.exit_code

@@ -1,0 +1,173 @@
+"""The command itself: its verbs, its speed, its exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import typer
+
+from legato.cli.errors import run_app
+from legato.cli.main import build_app, main
+from legato.errors import (
+    CheckpointWriteError,
+    ConfigError,
+    DataError,
+    ResumeError,
+    StopRequested,
+    UsageError,
+)
+
+VERBS = {
+    "run",
+    "ls",
+    "cat",
+    "cp",
+    "validate",
+    "download",
+    "import gguf",
+    "demo",
+    "ckpt ls",
+    "ckpt show",
+    "ckpt verify",
+    "ckpt pin",
+    "ckpt unpin",
+    "ckpt rm",
+    "ckpt prune",
+    "ckpt diff",
+}
+HEAVY = ("torch", "transformers", "omegaconf", "numpy", "rich", "yaml")
+
+
+def verbs_of(command: Any, prefix: str = "") -> set[str]:
+    found: set[str] = set()
+    for name, inner in command.commands.items():
+        is_group = hasattr(inner, "commands")
+        found |= verbs_of(inner, f"{name} ") if is_group else {f"{prefix}{name}"}
+    return found
+
+
+def test_the_app_has_these_verbs_and_no_others() -> None:
+    assert verbs_of(typer.main.get_command(build_app())) == VERBS
+
+
+@pytest.mark.parametrize("verb", sorted(VERBS))
+def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*verb.split(), "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"Usage: legato {verb}")
+    assert len(shown.splitlines()) > 4
+
+
+@pytest.mark.parametrize(
+    ("words", "heavy"),
+    [
+        (["--help"], (*HEAVY, "pydantic")),
+        # typer itself may use pydantic to call a verb.
+        (["ls"], HEAVY),
+        (["cat", "smollm2/135M_full_single_device"], HEAVY),
+    ],
+)
+def test_quick_verbs_import_nothing_heavy(words: list[str], heavy: tuple[str, ...]) -> None:
+    code = (
+        "import sys; from legato.cli.main import main; "
+        f"code = main({words!r}); "
+        f"found = [name for name in {heavy!r} if name in sys.modules]; "
+        "sys.exit(f'imported {found}' if found else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_python_m_legato_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "legato", "--version"], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "legato 0.1.0\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["validat", "x"], "No such command 'validat'"),
+        (["ls", "--jsn"], "No such option: --jsn"),
+        (["cat"], "Missing argument"),
+        (["cp", "a"], "Missing argument"),
+    ],
+)
+def test_a_command_line_that_does_not_fit_ends_with_2(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"error: {message}")
+    assert captured.out == ""
+
+
+def run_raising(error: BaseException, *, debug: bool = False) -> int:
+    def verb() -> None:
+        raise error
+
+    def build() -> typer.Typer:
+        app = typer.Typer()
+        app.command()(verb)
+        return app
+
+    return run_app(build, [], debug=debug)
+
+
+@pytest.mark.parametrize(
+    ("make", "code", "message"),
+    [
+        (lambda: UsageError("no"), 2, "error: no\n"),
+        (lambda: ConfigError("a: b"), 2, "error: a: b\n"),
+        (lambda: ConfigError(["a: b", "c: d"]), 2, "error: 2 problems\n  a: b\n  c: d\n"),
+        (lambda: ResumeError("changed"), 2, "error: changed\n"),
+        (lambda: DataError("row 3"), 1, "error: row 3\n"),
+        (lambda: CheckpointWriteError("full"), 3, "error: full\n"),
+        (lambda: StopRequested(2), 130, ""),
+        (lambda: StopRequested(15), 143, ""),
+        (KeyboardInterrupt, 130, "error: interrupted\n"),
+        (lambda: typer.Exit(4), 4, ""),
+        (lambda: SystemExit(5), 5, ""),
+        (lambda: SystemExit(None), 0, ""),
+        (lambda: PermissionError(13, "Denied", "/x"), 1, "error: /x: Denied\n"),
+        (
+            lambda: ZeroDivisionError("division by zero"),
+            1,
+            "error: ZeroDivisionError: division by zero\n"
+            "This is a fault in Legato; --debug shows where.\n",
+        ),
+    ],
+)  # fmt: skip
+def test_every_end_has_one_message_and_its_code(
+    make: Callable[[], BaseException], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_raising(make()) == code
+    assert capsys.readouterr().err == message
+
+
+def test_debug_shows_the_traceback_before_the_message(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_raising(DataError("row 3"), debug=True) == 1
+    shown = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in shown
+    assert shown.endswith("error: row 3\n")
+
+
+def test_debug_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cat", "nowhere", "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_early_gets_no_traceback() -> None:
+    done = subprocess.run(
+        f"{sys.executable} -m legato cat smollm2/135M_full_single_device | head -c 1",
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.stdout, done.stderr) == ("#", "")

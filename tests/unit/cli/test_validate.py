@@ -1,0 +1,145 @@
+"""legato validate, and the words that it and run take."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from legato.cli import validate
+from legato.cli.arguments import read_config, split_words
+from legato.cli.main import main
+from legato.errors import ConfigError, UsageError
+
+NAME = "smollm2/135M_full_single_device"
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_with_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    Path("a.jsonl").write_text('{"text": "a"}\n')
+
+
+def errors(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["validate", NAME, *words]) == 2
+    return capsys.readouterr().err
+
+
+def test_a_valid_config_says_what_it_does(
+    tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["dataset=a.jsonl", f"model={tiny_model_dir}", "max_seq_len=512", "output_dir=out/x"]
+    assert main(["validate", NAME, *words]) == 0
+    assert capsys.readouterr().out == (
+        f"{NAME} is valid: full_finetune_single_device of {tiny_model_dir} on a.jsonl into out/x\n"
+    )
+
+
+def test_a_hub_model_that_is_not_cached_is_no_mistake() -> None:
+    assert main(["validate", NAME]) == 0
+
+
+def test_a_length_over_the_models_limit_is_refused(
+    tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"model={tiny_model_dir}", "max_seq_len=513"]
+    assert errors(words, capsys) == (
+        f"error: command line: max_seq_len: 513 is over the limit of {tiny_model_dir}, 512 tokens. "
+        "Leave it out or set at most 512\n"
+    )
+    assert main(["validate", NAME, words[0], "~max_seq_len"]) == 0
+
+
+def test_everything_that_is_not_there_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("file").write_text("x")
+    told = errors(
+        [
+            "model=./nowhere",
+            "datasets.0.path=b.jsonl",
+            "datasets.1.path=data/*.json",
+            "datasets.2.path=./no_folder",
+            "datasets.3.path=org/name",
+            "chat_template=t.jinja",
+            "resume_from_checkpoint=out/step_5",
+            "output_dir=file/out",
+        ],
+        capsys,
+    )
+    assert told.splitlines() == [
+        "error: 7 problems",
+        "  command line: model: ./nowhere: there is no such folder.",
+        "  command line: datasets.0.path: b.jsonl: no such file or folder",
+        "  command line: datasets.1.path: no file matches data/*.json",
+        "  command line: datasets.2.path: ./no_folder: no such file or folder",
+        "  command line: chat_template: t.jinja: expected auto, alpaca, chatml or a file",
+        "  command line: resume_from_checkpoint: out/step_5: no such folder",
+        f"  command line: output_dir: {Path('file').absolute()} is a file",
+    ]
+
+
+def test_a_folder_without_config_json_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("empty").mkdir()
+    told = errors(["model=empty"], capsys)
+    assert told.startswith("error: command line: model: ")
+    assert "empty: has no config.json" in told
+
+
+def test_a_family_that_cannot_be_trained_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("moe").mkdir()
+    Path("moe/config.json").write_text('{"model_type": "mixtral", "architectures": ["X"]}')
+    assert "model: mixtral is a mixture of experts" in errors(["model=moe"], capsys)
+
+
+def test_validate_imports_no_torch(tiny_model_dir: Path) -> None:
+    code = (
+        "import sys; from legato.cli.main import main; "
+        f"code = main(['validate', {NAME!r}, 'dataset=a.jsonl', 'model={tiny_model_dir}', "
+        "'max_seq_len=100']); "
+        "heavy = {'torch', 'transformers', 'huggingface_hub'} & sys.modules.keys(); "
+        "sys.exit(f'imported {heavy}' if heavy else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_counts_as_a_file_is_what_the_data_readers_say() -> None:
+    from legato.data import sources
+
+    assert set(validate.FILE_ENDINGS) == {*sources.FILE_KINDS, *sources.COMPRESSIONS}
+    assert validate.HUB_NAME.pattern == sources.HUB_NAME.pattern
+
+
+def test_words_are_a_recipe_and_overrides() -> None:
+    assert split_words(["full_finetune_single_device", "a=b", "~c", "d.e=f g"]) == (
+        "full_finetune_single_device",
+        ["a=b", "~c", "d.e=f g"],
+    )
+    assert split_words([]) == (None, [])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a", "b"], "b: expected key=value or ~key; the recipe is a already"),
+        (["--epochs", "3"], "--epochs: no such option. Keys of a config are given as key=value"),
+        (["--epochs=3"], "--epochs=3: no such option. Keys of a config are given as key=value"),
+    ],
+)
+def test_words_that_fit_nowhere_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        split_words(words)
+    assert str(caught.value) == message
+
+
+def test_a_recipe_must_exist_and_agree() -> None:
+    with pytest.raises(UsageError) as caught:
+        read_config(NAME, ["full_finetune_single_devise"])
+    assert str(caught.value) == (
+        "full_finetune_single_devise: no such recipe. Did you mean full_finetune_single_device?"
+    )
+    with pytest.raises(ConfigError, match="Leave one of them out"):
+        read_config(NAME, ["lora_finetune_single_device"])
+    assert read_config(NAME, ["full_finetune_single_device", "epochs=2"]).config.epochs == 2
