@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from legato.train.loss import sum_token_loss
 
@@ -63,10 +66,10 @@ def test_loss_and_gradients_equal_torchs_cross_entropy_over_all_logits(
 
 @pytest.fixture
 def bf16_case() -> tuple[Tensor, Tensor, nn.Linear]:
-    """1000 positions of a head as wide as SmolLM2's, with a vocabulary of 4096."""
-    head = nn.Linear(576, 4096, bias=False)
+    """1000 positions of a head as wide as SmolLM2's, with a vocabulary of 2048."""
+    head = nn.Linear(576, 2048, bias=False)
     nn.init.normal_(head.weight, std=0.05)
-    return torch.randn(1000, 576), torch.randint(0, 4096, (1000,)), head
+    return torch.randn(1000, 576), torch.randint(0, 2048, (1000,)), head
 
 
 def test_in_bf16_the_mean_loss_is_within_a_thousandth_of_fp32(
@@ -85,7 +88,7 @@ def test_in_bf16_gradients_of_many_chunks_are_as_near_to_fp32_as_bf16_can_hold(
 ) -> None:
     hidden, targets, head = bf16_case
     hidden, head = hidden.bfloat16().requires_grad_(), head.bfloat16()
-    loss = sum_token_loss(hidden, targets, head=head, chunk_tokens=16) / 1000
+    loss = sum_token_loss(hidden, targets, head=head, chunk_tokens=50) / 1000
     loss.backward()
 
     exact_hidden = hidden.detach().float().requires_grad_()
@@ -148,3 +151,33 @@ def test_wrong_arguments_are_refused(num_targets: int, chunk_tokens: int, messag
             head=build_head("frozen"),
             chunk_tokens=chunk_tokens,
         )
+
+
+@pytest.mark.real_model
+@pytest.mark.slow
+def test_on_a_real_model_in_bf16_loss_and_gradients_are_those_of_fp32(smollm2_dir: Path) -> None:
+    """The same hidden states and weights, through ours in bf16 and through torch in fp32."""
+    model = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
+    text = (Path(__file__).parents[3] / "LICENSE").read_text(encoding="utf-8")
+    ids = tokenizer(text, return_tensors="pt").input_ids[:, :513]
+    with torch.no_grad():
+        hidden = model.model(ids).last_hidden_state[0, :-1]
+    targets = ids[0, 1:]
+
+    hidden = hidden.requires_grad_()
+    loss = sum_token_loss(hidden, targets, head=model.lm_head, chunk_tokens=128) / len(targets)
+    loss.backward()
+    exact_hidden = hidden.detach().float().requires_grad_()
+    exact_weight = model.lm_head.weight.detach().float().requires_grad_()
+    exact = cross_entropy(exact_hidden @ exact_weight.T, targets)
+    exact.backward()
+
+    assert abs(loss.item() - exact.item()) <= 1e-3
+    for ours, theirs in (
+        (hidden.grad, exact_hidden.grad),
+        (model.lm_head.weight.grad, exact_weight.grad),
+    ):
+        assert ours is not None
+        assert theirs is not None
+        assert (ours.float() - theirs).norm() / theirs.norm() < 2**-6
