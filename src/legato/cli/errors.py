@@ -32,19 +32,17 @@ def run_app(build_app: Callable[[], typer.Typer], words: Sequence[str], *, debug
     try:
         result = build_app()(args=list(words), standalone_mode=False, prog_name="legato")
     except BaseException as error:
-        if debug and not isinstance(error, typer.Exit | SystemExit):
+        if debug and not isinstance(error, SystemExit):
             traceback.print_exc()
         return _end(error)
+    if result == INTERRUPTED:  # what typer makes of a KeyboardInterrupt
+        _say("interrupted")
     return result if isinstance(result, int) else 0
 
 
 def _end(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
-    if isinstance(error, typer.Exit):
-        if error.exit_code == INTERRUPTED:  # typer's form of a KeyboardInterrupt
-            _say("interrupted")
-        return error.exit_code
     if isinstance(error, StopRequested):
         return error.exit_code
     if isinstance(error, KeyboardInterrupt | typer.Abort):
