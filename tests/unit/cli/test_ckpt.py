@@ -1,0 +1,200 @@
+"""legato ckpt, on folders that the checkpoint engine wrote."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from legato.checkpoint import Checkpointer
+from legato.cli.main import main
+
+CONFIG = """\
+recipe: full_finetune_single_device
+model: m
+output_dir: out
+datasets: [{path: a.jsonl}]
+optimizer: {lr: 1.0}
+val_set_size: 5
+keep_last_n_checkpoints: 1
+keep_best_n_checkpoints: 1
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three steps of a model of one weight: 1, 2, 4; the second has the best metric."""
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(2, 2, bias=False)
+    with Checkpointer(tmp_path / "out", config_name="my", config_yaml=CONFIG) as checkpointer:
+        for step, eval_loss in ((1, 3.0), (2, 1.0), (4, 2.0)):
+            with torch.no_grad():
+                model.weight.fill_(step)
+            metrics = {"eval_loss": eval_loss}
+            checkpointer.save({"model": model}, step=step, metrics=metrics).result()
+    (tmp_path / "out" / "metrics.jsonl").write_text(
+        json.dumps({"event": "save", "step": 2, "blocked_seconds": 0.25, "staged_bytes": 16}) + "\n"
+    )
+    return Path("out")
+
+
+def steps_in(run: Path) -> list[str]:
+    return sorted(path.name for path in run.glob("step_*"))
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_ls_lists_steps_by_number(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "step_4" / "model.safetensors").write_bytes(b"short")
+    assert main(["ckpt", "ls", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["step", "size", "age", "kind", "saved", "at", "metrics", "status"]
+    assert [line.split()[0] for line in lines[1:]] == ["1", "2", "4"]
+    assert "eval_loss 1" in lines[2]
+    assert "complete" in lines[2]
+    assert "torn" in lines[3]
+    assert "has 5 bytes" in lines[3]
+
+
+def test_ls_json_is_for_scripts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ckpt", "ls", str(run), "--json"]) == 0
+    steps = json.loads(capsys.readouterr().out)
+    assert [step["step"] for step in steps] == [1, 2, 4]
+    assert [step["status"] for step in steps] == ["complete"] * 3
+    assert steps[1]["metrics"] == {"eval_loss": 1.0}
+    assert steps[2]["marks"][0] == "latest"
+    assert steps[0]["run_id"] == steps[2]["run_id"]
+
+
+def test_ls_of_an_empty_folder_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ckpt", "ls", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path} holds no checkpoint\n"
+
+
+def test_show_tells_files_and_how_the_save_went(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ckpt", "show", str(run / "step_2")]) == 0
+    shown = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line)
+    assert shown["step"] == "2"
+    assert shown["metrics"] == "eval_loss 1"
+    assert shown["blocked_seconds"] == "0.25"
+    assert shown["staged_bytes"] == "16 B"
+    assert "model.safetensors" in shown
+
+
+def test_show_follows_the_link_to_the_latest(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ckpt", "show", str(run / "latest"), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["step"], shown["save"]) == (4, None)
+    assert shown["files"]["model.safetensors"] > 16
+
+
+def test_verify_reads_every_byte(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ckpt", "verify", str(run)]) == 0
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "step_1: intact",
+        "step_2: intact",
+        "step_4: intact",
+    ]
+    damage(run / "step_2" / "model.safetensors")
+    assert main(["ckpt", "verify", str(run / "step_1")]) == 0
+    assert main(["ckpt", "verify", str(run)]) == 1
+    captured = capsys.readouterr()
+    assert "model.safetensors: the bytes from " in captured.out
+    assert captured.err.endswith("error: step_2: damaged; don't use it\n")
+
+
+def test_verify_json_maps_steps_to_problems(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ckpt", "verify", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"1": [], "2": [], "4": []}
+
+
+def test_a_pinned_step_outlives_rm_and_prune_until_it_is_unpinned(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ckpt", "pin", str(run / "step_1")]) == 0
+    assert main(["ckpt", "rm", "--yes", str(run / "step_1")]) == 2
+    assert "is pinned. `legato ckpt unpin" in capsys.readouterr().err
+    assert main(["ckpt", "prune", str(run)]) == 0
+    assert steps_in(run) == ["step_1", "step_2", "step_4"]
+    assert main(["ckpt", "unpin", str(run / "step_1")]) == 0
+    assert main(["ckpt", "prune", str(run)]) == 0
+    assert steps_in(run) == ["step_2", "step_4"]
+
+
+def test_prune_says_what_stays_and_why(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ckpt", "prune", "--dry-run", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "step_1: would be deleted"
+    assert lines[1].startswith("step_2: would be kept (")
+    assert lines[2].startswith("step_4: would be kept (")
+    assert "newest" in lines[2]
+    assert steps_in(run) == ["step_1", "step_2", "step_4"]
+
+
+def test_rm_asks_first_and_mends_the_link(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ckpt", "rm", str(run / "step_4")]) == 2
+    assert capsys.readouterr().err.endswith("/out/step_4. Add --yes to do it\n")
+    assert steps_in(run) == ["step_1", "step_2", "step_4"]
+    assert main(["ckpt", "rm", "--yes", str(run / "step_4")]) == 0
+    assert steps_in(run) == ["step_1", "step_2"]
+    assert (run / "latest").resolve().name == "step_2"
+
+
+def test_nothing_is_deleted_under_a_run(run: Path) -> None:
+    # Locks are per process, so another one must hold it.
+    code = (
+        "import sys; from legato.checkpoint.lock import OutputDirLock; "
+        f"lock = OutputDirLock({str(run)!r}); lock.acquire(); print('held', flush=True); "
+        "sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        assert main(["ckpt", "rm", "--yes", str(run / "step_1")]) == 1
+        assert main(["ckpt", "prune", str(run)]) == 1
+        holder.communicate("")
+    assert steps_in(run) == ["step_1", "step_2", "step_4"]
+
+
+def test_diff_tells_what_moved_and_how_far(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ckpt", "diff", str(run / "step_1"), str(run / "step_4"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "num_equal": 0,
+        "num_changed": 1,
+        "only_first": [],
+        "only_second": [],
+        "largest": [{"key": "weight", "relative": 3.0, "largest": 3.0}],
+        "config": [],
+    }
+    assert main(["ckpt", "diff", str(run / "step_1"), str(run / "step_1")]) == 0
+    assert capsys.readouterr().out == "1 tensors equal, 0 changed\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["ls", "nowhere"], "error: nowhere: no such folder\n"),
+        (["show", "out"], "error: out: expected a step folder such as out/latest\n"),
+        (["show", "out/step_9"], "error: out/step_9: no such folder\n"),
+        (["prune", "empty"], "empty holds no complete checkpoint\n"),
+        (["ls", "out/step_1"], "error: out/step_1 is one step; expected a run's output_dir, "),
+    ],
+)
+def test_a_wrong_place_is_told(
+    run: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("empty").mkdir()
+    assert main(["ckpt", *words]) in (1, 2)
+    assert message in capsys.readouterr().err
