@@ -68,7 +68,9 @@ def show_step(step: _StepArgument, as_json: _Json = False) -> None:
 
     files, save = facts.pop("files"), facts.pop("save") or {}
     facts["size_bytes"] = human_bytes(facts["size_bytes"] or 0)
-    rows = [(name, _text(value)) for name, value in facts.items() if value not in (None, "", {}, [])]
+    rows = [
+        (name, _text(value)) for name, value in facts.items() if value not in (None, "", {}, [])
+    ]
     rows += [(name, human_bytes(size)) for name, size in files.items()]
     rows += [(name, f"{value:.3g}") for name, value in save.items() if name.endswith("_seconds")]
     rows += [(name, human_bytes(value)) for name, value in save.items() if name.endswith("_bytes")]
