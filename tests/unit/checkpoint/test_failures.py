@@ -1,0 +1,199 @@
+"""A save that fails: nothing is lost, nothing half-made is visible, and it is said and retried."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from legato.checkpoint import Checkpointer, KeepLast
+from legato.checkpoint import saver as saver_module
+from legato.checkpoint import staging as staging_module
+from legato.errors import CheckpointWriteError
+from legato.storage import LocalStorage
+from tests.helpers.faults import FaultyStorage, Operation
+from tests.helpers.loops import Loop, assert_same
+
+
+class FailingCommits(FaultyStorage):
+    """Fails the first ``num_failures`` renames of a step folder, with a full disk."""
+
+    def __init__(self, num_failures: int) -> None:
+        super().__init__(LocalStorage(), fail_at=None)
+        self.left = num_failures
+
+    def before(self, operation: Operation, number: int, half: object) -> None:
+        if operation.name == "rename" and "/step_" in operation.path and self.left:
+            self.left -= 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), operation.path)
+
+
+@pytest.fixture
+def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retry at once, and don't sleep between two tries."""
+    monkeypatch.setattr(saver_module, "RETRY_SECONDS", 0.0)
+
+
+def visible(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir() if p.name not in ("latest", ".lock"))
+
+
+def restored(folder: Path, step: int, tmp_path: Path) -> dict[str, torch.Tensor]:
+    loop = Loop()
+    with Checkpointer(tmp_path / f"other_{step}", resume=folder / f"step_{step}") as checkpointer:
+        checkpointer.restore(loop.state)
+    return loop.tensors()
+
+
+@pytest.mark.usefixtures("no_rest")
+def test_a_failed_save_is_told_and_its_snapshot_is_written_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = FailingCommits(1)
+    loop = Loop()
+    with Checkpointer(tmp_path / "out", storage=storage) as checkpointer:
+        checkpointer.save(loop.state, step=loop.step()).wait()
+        assert visible(tmp_path / "out") == []
+        expected = loop.tensors()
+        (record,) = checkpointer.poll()
+        assert record.error is not None
+        assert "No space left on device" in record.error
+        assert record.will_retry
+        assert record.path is None
+        assert "step 1 could not be saved" in caplog.text
+        loop.step()
+        assert checkpointer.in_flight == 1
+        assert checkpointer.poll() == []
+        checkpointer.drain()
+        (record,) = checkpointer.poll()
+        assert (record.step, record.error) == (1, None)
+    assert_same(restored(tmp_path / "out", 1, tmp_path), expected)
+
+
+@pytest.mark.usefixtures("no_rest")
+def test_the_next_save_first_tries_the_failed_one_again(tmp_path: Path) -> None:
+    loop, expected = Loop(), {}
+    with Checkpointer(tmp_path / "out", storage=FailingCommits(1)) as checkpointer:
+        for step in (1, 2, 3):
+            loop.step()
+            checkpointer.save(loop.state, step=step)
+            expected[step] = loop.tensors()
+        checkpointer.drain()
+        records = checkpointer.poll()
+    assert [(r.step, r.error is None) for r in records] == [
+        (1, False), (1, True), (2, True), (3, True),
+    ]  # fmt: skip
+    for step in (1, 2, 3):
+        assert_same(restored(tmp_path / "out", step, tmp_path), expected[step])
+
+
+@pytest.mark.usefixtures("no_rest")
+def test_a_save_that_fails_again_is_given_up_for_the_newer_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop()
+    with Checkpointer(tmp_path / "out", storage=FailingCommits(2)) as checkpointer:
+        first = checkpointer.save(loop.state, step=loop.step())
+        checkpointer.save(loop.state, step=loop.step())
+        assert "step 1 is given up: a newer one is saved" in caplog.text
+        with pytest.raises(CheckpointWriteError, match="step 1 could not be saved"):
+            first.result()
+    assert visible(tmp_path / "out") == ["step_2"]
+
+
+def test_a_failed_save_raises_at_the_next_call_if_asked_to(tmp_path: Path) -> None:
+    loop = Loop()
+    with Checkpointer(
+        tmp_path / "out", storage=FailingCommits(1), on_save_error="raise"
+    ) as checkpointer:
+        checkpointer.save(loop.state, step=loop.step()).wait()
+        with pytest.raises(CheckpointWriteError, match="step 1 could not be saved") as caught:
+            checkpointer.poll()
+        assert isinstance(caught.value.__cause__, OSError)
+        assert caught.value.exit_code == 3
+        assert [r.error is None for r in checkpointer.poll()] == [False]
+        checkpointer.save(loop.state, step=loop.step())
+    assert visible(tmp_path / "out") == ["step_2"]
+
+
+@pytest.mark.usefixtures("no_rest")
+def test_the_final_save_is_retried_until_patience_is_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop()
+    storage = FailingCommits(5)
+    with Checkpointer(tmp_path / "out", storage=storage) as checkpointer:
+        checkpointer.save(loop.state, step=loop.step(), reason="final")
+    assert storage.left == 0
+    assert visible(tmp_path / "out") == ["step_1"]
+    assert "make room in" in caplog.text
+
+    storage = FailingCommits(10**9)
+    checkpointer = Checkpointer(tmp_path / "full", storage=storage, final_save_patience_seconds=0.2)
+    checkpointer.save(loop.state, step=1, reason="final")
+    with pytest.raises(CheckpointWriteError, match="No space left") as caught:
+        checkpointer.close()
+    assert caught.value.exit_code == 3
+    assert visible(tmp_path / "full") == []
+
+
+def test_without_memory_for_a_copy_saves_are_written_while_training_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(staging_module, "_available_bytes", lambda: 10)
+    loop = Loop()
+    with Checkpointer(tmp_path / "out") as checkpointer:
+        for step in (1, 2, 3):
+            loop.step()
+            pending = checkpointer.save(loop.state, step=step)
+            assert pending.done
+            assert pending.staged_bytes == 0
+    assert "while training stands still" in caplog.text
+    assert_same(restored(tmp_path / "out", 3, tmp_path), loop.tensors())
+
+
+def test_synchronous_saves_are_on_disk_when_save_returns(tmp_path: Path) -> None:
+    loop = Loop()
+    with Checkpointer(tmp_path / "out", asynchronous=False, keep=KeepLast(1)) as checkpointer:
+        for step in (1, 2, 3):
+            loop.step()
+            checkpointer.save(loop.state, step=step)
+            assert visible(tmp_path / "out") == [f"step_{step}"]
+
+
+def test_a_folder_that_vanishes_before_pruning_is_no_failure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop()
+    caplog.set_level(logging.WARNING)
+    with Checkpointer(tmp_path / "out", keep=KeepLast(2)) as checkpointer:
+        for _ in (1, 2):
+            checkpointer.save(loop.state, step=loop.step()).result()
+        LocalStorage().remove_tree(str(tmp_path / "out" / "step_1"))
+        checkpointer.save(loop.state, step=loop.step()).result()
+    assert visible(tmp_path / "out") == ["step_2", "step_3"]
+    assert caplog.records == []
+
+
+def test_a_step_that_cannot_be_deleted_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Undeletable(FaultyStorage):
+        def before(self, operation: Operation, number: int, half: object) -> None:
+            if operation.name == "remove_file":
+                raise OSError(errno.EACCES, "not yours")
+
+    loop = Loop()
+    storage = Undeletable(LocalStorage(), fail_at=None)
+    with Checkpointer(tmp_path / "out", keep=KeepLast(1), storage=storage) as checkpointer:
+        for _ in (1, 2, 3):
+            checkpointer.save(loop.state, step=loop.step()).result()
+    assert [n for n in visible(tmp_path / "out") if n.startswith("step")] == ["step_3"]
+    assert "step_1 could not be pruned" in caplog.text
+    with Checkpointer(tmp_path / "out") as checkpointer:
+        pass
+    assert visible(tmp_path / "out") == ["step_3"]
