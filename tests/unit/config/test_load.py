@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from legato.config.load import LoadedConfig, dump_yaml, load_config
 from legato.config.schema import CompileConfig, Schedule
@@ -117,6 +119,21 @@ def test_overrides_apply_one_by_one(load) -> None:  # type: ignore[no-untyped-de
     assert (config.optimizer.lr, config.lr_scheduler.num_warmup_steps) == (1e-4, 3)
     assert config.save_every_n_train_steps == Schedule(first=2, max_interval=9)
     assert (config.epochs, config.val_set_size, config.compile) == (1, 0, True)
+
+
+def test_a_mapping_on_the_command_line_replaces_the_files(load) -> None:  # type: ignore[no-untyped-def]
+    text = FULL.replace("type: alpaca", "columns: {prompt: a}").replace("adamw", "sgd")
+    config = load(text, "optimizer={lr: 3}", "datasets.0.columns={completion: b}").config
+    assert (config.optimizer.name, config.optimizer.lr) == ("adamw", 3.0)
+    assert config.datasets[0].columns == {"completion": "b"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(value=st.text(st.characters(codec="utf-8", exclude_characters="$"), min_size=1))
+def test_any_text_arrives_as_it_was_typed(value: str) -> None:
+    assume(value[0] not in "[{'\"" and value not in ("null", "Null", "NULL", "None", "~", "???"))
+    typed = load_config("smollm2/135M_full_single_device", [f"output_dir={value}"])
+    assert typed.config.output_dir == value
 
 
 def test_dataset_on_the_command_line_replaces_the_whole_list(load) -> None:  # type: ignore[no-untyped-def]
