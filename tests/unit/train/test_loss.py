@@ -99,7 +99,7 @@ def test_in_bf16_gradients_of_many_chunks_are_as_near_to_fp32_as_bf16_can_hold(
         assert exact.grad is not None
         assert ours.grad.dtype is torch.bfloat16
         error = (ours.grad.float() - exact.grad).norm() / exact.grad.norm()
-        assert error < 2**-7, error  # bf16 keeps 8 bits
+        assert error < 2**-8, error  # half a step of bf16; sums in bf16 are off by more
 
 
 def test_without_gradients_the_loss_is_the_same() -> None:
