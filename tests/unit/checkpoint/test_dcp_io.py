@@ -180,6 +180,18 @@ def test_everything_is_synced_before_the_folder_gets_its_name(tmp_path: Path) ->
     for path in {op.path for op in storage.operations if op.name in ("write_at", "write_bytes")}:
         on_path = [op.name for op in storage.operations if op.path == path]
         assert on_path[-1] == "sync_file"
+    # Each rank syncs what it wrote before it reports it: rank 0 can't do that for another host.
+    before_finish = storage.operations[: names.index("write_bytes")]
+    synced = {op.path for op in before_finish if op.name == "sync_file"}
+    assert synced == {op.path for op in before_finish if op.name == "write_at"}
+
+
+def test_a_leftover_of_a_killed_save_does_not_get_into_the_next(tmp_path: Path) -> None:
+    leftover = tmp_path / ".m.tmp-dcp"
+    leftover.mkdir()
+    (leftover / "model-00001-of-00009.safetensors").write_bytes(b"half")
+    dcp.save(TREE, storage_writer=FolderStorageWriter(tmp_path / "m"))
+    assert [path.name for path in (tmp_path / "m").iterdir()] == ["model.safetensors"]
 
 
 def test_a_bit_that_nobody_wrote_is_found_before_the_commit(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 import safetensors
 import safetensors.torch
@@ -15,7 +17,7 @@ import torch
 
 from legato.errors import FolderFormatError
 from legato.hf_folder import DTYPE_NAMES, TensorSpec, encode_header, read_header
-from legato.storage import LocalStorage
+from legato.storage import LocalStorage, MemoryStorage
 
 BASE = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
 
@@ -173,3 +175,29 @@ def test_keys_may_be_any_text(tmp_path: Path) -> None:
     path.write_bytes(encode_header(specs) + b"1234")
     assert list(safetensors.torch.load_file(path)) == ['quote " and \\ and ä']
     assert list(read_header(LocalStorage(), str(path)).tensors) == ['quote " and \\ and ä']
+
+
+SOUND = safetensors.torch.save(
+    {"a": torch.arange(4), "b": torch.zeros(2, 3).bool(), "c": torch.zeros(0, 2)}, {"x": "y"}
+)
+
+
+@hypothesis.settings(max_examples=300, deadline=None)
+@hypothesis.given(
+    changes=st.dictionaries(st.integers(0, len(SOUND) - 1), st.integers(0, 255), max_size=4),
+    cut=st.one_of(st.just(0), st.integers(0, len(SOUND))),
+)
+def test_a_damaged_file_is_refused_or_sound_to_the_safetensors_library_too(
+    changes: dict[int, int], cut: int
+) -> None:
+    content = bytearray(SOUND)
+    for position, value in changes.items():
+        content[position] = value
+    del content[len(content) - cut :]
+    storage = MemoryStorage()
+    storage.write_bytes("/x", bytes(content))
+    try:
+        found = read_header(storage, "/x")
+    except FolderFormatError:
+        return
+    assert {name for name, _ in safetensors.deserialize(bytes(content))} == found.tensors.keys()
