@@ -310,8 +310,8 @@ def _stop_ids(
 def token_bounds(offsets: Sequence[tuple[int, int]], text_length: int) -> tuple[Indices, Indices]:
     """First character of each token, and the first character after it.
 
-    A token reaches at least to where the next one begins: some tokenizers report empty offsets.
-    Tokens that share a character (the bytes of an emoji) share its bounds.
+    A token reaches to where the next one begins, whatever its own end says: some tokenizers report
+    empty offsets. Tokens that share a character (the bytes of an emoji) share its bounds.
 
     Args:
         offsets: ``(start, end)`` in characters, as the tokenizer reports them.
@@ -320,12 +320,9 @@ def token_bounds(offsets: Sequence[tuple[int, int]], text_length: int) -> tuple[
     Returns:
         Starts and ends, int64 ``[T]`` each, neither falling.
     """
-    if not offsets:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    pairs = np.array(offsets, dtype=np.int64)
-    starts = np.maximum.accumulate(pairs[:, 0])
-    following = np.append(starts, text_length)[np.searchsorted(starts, starts, side="right")]
-    return starts, np.maximum.accumulate(np.maximum(pairs[:, 1], following))
+    starts = np.maximum.accumulate(np.array([start for start, _ in offsets], dtype=np.int64))
+    next_start = np.searchsorted(starts, starts, side="right")
+    return starts, np.append(starts, text_length)[next_start]
 
 
 def _finished(ids: Sequence[int], trained: Mask, sample_id: str) -> Sample:

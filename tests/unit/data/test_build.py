@@ -79,6 +79,21 @@ def test_a_prompt_that_fills_the_row_leaves_nothing_to_train_and_is_dropped(tmp_
     )
 
 
+def test_data_sets_are_read_in_order_and_their_rows_told_apart(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.jsonl", ("Hi", "Ho"), ("Hi", "Ho"))
+    second = write(tmp_path / "b.jsonl", ("Hi", "Ho"))
+    data = build_data(
+        [DatasetSpec(first, weight=2), DatasetSpec(second, type="prompt_completion")],
+        formatter=ChatFormatter(tiny.build_tokenizer()),
+        max_seq_len=512,
+    )
+    assert data.rows.tolist() == [0, 1, 2]
+    assert data.datasets.tolist() == [0, 0, 1]
+    assert data.weights == (2, 1.0)
+    assert data[2].sample_id == "b.jsonl:1"
+    assert [r.detected for r in data.report.datasets] == [True, False]
+
+
 def test_one_untrained_sample_in_a_hundred_is_no_warning(tmp_path: Path) -> None:
     pairs = [("Hi", "Ho")] * 99 + [("x" * 90, "Ho")]
     data = build(write(tmp_path / "a.jsonl", *pairs), max_seq_len=60, excess_length="truncate")

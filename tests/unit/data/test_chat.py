@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from tokenizers import AddedToken, Tokenizer, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from legato.data import ChatFormatter, DatasetSpec, Example, Message, build_data, marked_sample
 from legato.data.chat import token_bounds
@@ -222,6 +223,15 @@ def test_a_turn_that_ends_in_a_token_which_stops_nothing_is_an_error_that_names_
         marked("gemma", *TWO_TURNS, eos_ids=())
 
 
+def test_a_stop_token_that_swallows_the_white_space_before_it_is_found() -> None:
+    tokenizer = tiny.build_tokenizer(tiny.CHATML.replace("<|im_end|>", "<|stop|>"))
+    tokenizer.add_special_tokens({"eos_token": AddedToken("<|stop|>", lstrip=True)})
+    messages = (Message("user", "Hi"), Message("assistant", "Ho \n"))
+    (sample,) = ChatFormatter(tokenizer).format([example(*messages)])[0]
+    assert sample.trained.tolist()[-4:] == [False, True, True, True]
+    assert tokenizer.convert_ids_to_tokens(sample.input_ids[-3:].tolist()) == ["H", "o", "<|stop|>"]
+
+
 def test_an_inner_turn_without_a_stop_is_an_error() -> None:
     with pytest.raises(DataError, match=r"after message 2 the chat template writes '<\|user\|>'"):
         marked("glm", *TWO_TURNS, eos_ids=())
@@ -348,11 +358,8 @@ def test_plain_text_ends_with_the_end_of_text_and_opens_as_the_tokenizer_opens_i
     assert tokenizer.convert_ids_to_tokens(opened.input_ids[[0, -1]].tolist()) == ["<s>", "</s>"]
 
 
-def _adding_bos(shape: Shape) -> object:
+def _adding_bos(shape: Shape) -> PreTrainedTokenizerFast:
     """The shape's tokenizer, which puts its BOS before a text, as Llama's does."""
-    from tokenizers import Tokenizer, processors
-    from transformers import PreTrainedTokenizerFast
-
     plain = shape.tokenizer()
     backend = Tokenizer.from_str(plain.backend_tokenizer.to_str())
     backend.post_processor = processors.TemplateProcessing(
@@ -496,6 +503,7 @@ def _trained_runs(sample: Sample, tokenizer: object) -> list[tuple[str, str, int
 def test_real_rows_train_the_answer_and_its_stop_and_nothing_else(
     shared_data: Path,
     smollm2_dir: Path,
+    tmp_path: Path,
     file: str,
     columns: dict[str, str],
     prompt: str | None,
@@ -510,7 +518,13 @@ def test_real_rows_train_the_answer_and_its_stop_and_nothing_else(
     )
     kind = "csv" if file.endswith(".csv") else "json"
     options = {"encoding": "utf-8-sig"} if kind == "csv" else {}
-    rows = datasets.load_dataset(kind, data_files=str(shared_data / file), split="train", **options)
+    rows = datasets.load_dataset(
+        kind,
+        data_files=str(shared_data / file),
+        split="train",
+        cache_dir=str(tmp_path),
+        **options,
+    )
     assert len(data) == len(rows) > 0
     for i, row in enumerate(rows):
         sample = data[i]

@@ -168,6 +168,14 @@ def test_weights_repeat_rows_and_draw_a_new_part_in_every_epoch() -> None:
     assert loader.step_rows(3) == make_loader(data, global_batch_size=14).step_rows(3)
 
 
+def test_the_parts_drawn_of_two_data_sets_are_independent() -> None:
+    data = make_data(*[3] * 40, weights=(0.5, 0.5), second_from=20)
+    rows = make_loader(data, global_batch_size=40).step_rows(1)
+    first, second = [i for i in rows if i < 20], [i - 20 for i in rows if i >= 20]
+    assert len(first) == len(second) == 10
+    assert set(first) != set(second)
+
+
 def test_a_small_weight_still_leaves_a_row() -> None:
     data = make_data(*[3] * 6, weights=(1.0, 0.01), second_from=3)
     rows = make_loader(data).step_rows(1)
