@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from legato.data import ChatFormatter, Example, Message
+
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -179,3 +181,12 @@ def _train(backend: Tokenizer, alphabet: list[str]) -> None:
         vocab_size=len(alphabet) + 80, initial_alphabet=alphabet, show_progress=False
     )
     backend.train_from_iterator(CORPUS, trainer)
+
+
+def formatter(name: str, **options: object) -> ChatFormatter:
+    shape = SHAPES[name]
+    return ChatFormatter(shape.tokenizer(), **({"eos_ids": shape.stop_ids()} | options))  # type: ignore[arg-type]
+
+
+def example(*messages: Message) -> Example:
+    return Example("chats.jsonl:1", "data/chats.jsonl:1", messages)

@@ -1,4 +1,4 @@
-"""Masks of nine template shapes against literals; the definition against random conversations."""
+"""Masks of nine template shapes against literals, and what is said about rows and templates."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import datetime as dt
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from legato.data import ChatFormatter, DatasetSpec, Example, Message, build_data, marked_sample
+from legato.data import ChatFormatter, Example, Message, marked_sample
 from legato.data.chat import token_bounds
-from legato.data.samples import Sample, Tally
+from legato.data.samples import Tally
 from legato.errors import ConfigError, DataError
 from tests.helpers import tiny
-from tests.unit.data.shapes import SHAPES, Shape
+from tests.unit.data.shapes import SHAPES, Shape, example, formatter
 
 TWO_TURNS = (
     Message("user", "Hi"),
@@ -29,15 +27,6 @@ WITH_SYSTEM = (
     Message("user", "Hi"),
     Message("assistant", "Hello there!"),
 )
-
-
-def formatter(name: str, **options: object) -> ChatFormatter:
-    shape = SHAPES[name]
-    return ChatFormatter(shape.tokenizer(), **({"eos_ids": shape.stop_ids()} | options))  # type: ignore[arg-type]
-
-
-def example(*messages: Message) -> Example:
-    return Example("chats.jsonl:1", "data/chats.jsonl:1", messages)
 
 
 def marked(
@@ -353,8 +342,8 @@ def test_plain_text_ends_with_the_end_of_text_and_opens_as_the_tokenizer_opens_i
     sample = ChatFormatter(tokenizer).format([row])[0][0]
     assert tokenizer.decode(sample.input_ids) == "abc<|im_end|>"
     assert sample.trained.tolist() == [False, True, True, True]
-    tokenizer = SHAPES["llama2"].tokenizer()
-    opened = ChatFormatter(_adding_bos(SHAPES["llama2"])).format([row])[0][0]
+    tokenizer = _adding_bos(SHAPES["llama2"])
+    opened = ChatFormatter(tokenizer).format([row])[0][0]
     assert tokenizer.convert_ids_to_tokens(opened.input_ids[[0, -1]].tolist()) == ["<s>", "</s>"]
 
 
@@ -372,10 +361,10 @@ def _adding_bos(shape: Shape) -> PreTrainedTokenizerFast:
 
 def test_a_base_model_gets_the_packaged_alpaca_template_and_is_told_so() -> None:
     tokenizer = _adding_bos(SHAPES["llama2"])
-    made = ChatFormatter(tokenizer)  # type: ignore[arg-type]
+    made = ChatFormatter(tokenizer)
     assert made.notes == ("chat template: the packaged alpaca (the tokenizer has none of its own)",)
     (sample,) = made.format([example(*TWO_TURNS)])[0]
-    assert marked_sample(sample, tokenizer, brackets=True).plain == (  # type: ignore[arg-type]
+    assert marked_sample(sample, tokenizer, brackets=True).plain == (
         "<s>Below is an instruction that describes a task. Write a response that appropriately "
         "completes the request.\n\n### Instruction:\nHi\n\n### Response:\n[[Hello there!</s>]]\n\n"
         "### Instruction:\nBye\n\n### Response:\n[[See you.</s>]]"
@@ -411,124 +400,3 @@ def test_offsets_of_old_tokenizers_that_are_empty_still_place_every_token() -> N
     assert ends.tolist() == [6, 6, 9, 12]
     assert token_bounds([(0, 1), (1, 2), (1, 2), (2, 3)], 3)[1].tolist() == [1, 2, 2, 3]
     assert token_bounds([], 0)[0].tolist() == []
-
-
-TEXT = st.text(
-    st.one_of(
-        st.sampled_from("ab \n\r\t.\0\u200b\u0634\U0001f600\u2028"),
-        st.sampled_from("HeloUserAssistant:<>[]|/"),
-        st.characters(exclude_categories=["Cs"]),
-    ),
-    max_size=20,
-)
-ANSWER = TEXT.map(lambda text: text.lstrip())  # leading white space may merge into the prompt
-
-
-@st.composite
-def conversations(draw: st.DrawFn) -> tuple[Message, ...]:
-    turns = draw(st.lists(st.tuples(TEXT, ANSWER), min_size=1, max_size=3))
-    pairs = [(Message("user", user), Message("assistant", answer)) for user, answer in turns]
-    system = [Message("system", draw(TEXT))] if draw(st.booleans()) else []
-    return (*system, *(message for pair in pairs for message in pair))
-
-
-@pytest.mark.parametrize("name", sorted(SHAPES))
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
-)
-@given(messages=conversations())
-def test_prompt_and_trained_text_and_stop_are_what_was_tokenized(
-    name: str, messages: tuple[Message, ...]
-) -> None:
-    """For every answer: inference's prompt, then what is trained, is how the sample reads."""
-    if name == "gemma" and messages[0].role == "system":
-        messages = messages[1:]
-    tokenizer = SHAPES[name].tokenizer()
-    made = formatter(name, special_tokens_in_text="allow")
-    # Texts that hold a control token by chance would decode to the same anyway: nothing to exclude.
-    samples = made.format([example(*messages)])[0]
-    answers = [i for i, message in enumerate(messages) if message.role == "assistant"]
-    found = [run for sample in samples for run in _trained_runs(sample, tokenizer)]
-    expected = []
-    for i in answers:
-        prompt = tokenizer.apply_chat_template(
-            [m.for_template() for m in messages[:i]], tokenize=False, add_generation_prompt=True
-        )
-        expected.append((prompt, messages[i].content))
-    assert len(found) == len(answers)
-    for (before, trained, stop), (prompt, answer) in zip(found, expected, strict=True):
-        assert before == tokenizer.decode(
-            tokenizer(prompt, add_special_tokens=False)["input_ids"],
-            clean_up_tokenization_spaces=False,
-        )
-        assert trained.strip() == answer.strip()
-        assert stop in made.stop_ids
-
-
-def _trained_runs(sample: Sample, tokenizer: object) -> list[tuple[str, str, int]]:
-    """(decoded text before, decoded trained text without the stop, stop id) of each trained run."""
-    runs = []
-    ids, trained = sample.input_ids.tolist(), [*sample.trained.tolist(), False]
-    for t in range(1, len(trained)):
-        if trained[t] and not trained[t - 1]:
-            start = t
-        if trained[t - 1] and not trained[t]:
-            decode = tokenizer.decode  # type: ignore[attr-defined]
-            before = decode(ids[:start], clean_up_tokenization_spaces=False)
-            text = decode(ids[start : t - 1], clean_up_tokenization_spaces=False)
-            runs.append((before, text, ids[t - 1]))
-    return runs
-
-
-@pytest.mark.real_model
-@pytest.mark.parametrize(
-    ("file", "columns", "prompt", "answer"),
-    [
-        ("alpaca_en_demo.json", {}, None, "output"),
-        ("identity.json", {}, None, "output"),
-        (
-            "gsm8k_test.jsonl",
-            {"prompt": "question", "completion": "answer"},
-            "question",
-            "answer",
-        ),
-        (
-            "TruthfulQA.csv",
-            {"prompt": "Question", "completion": "Best Answer"},
-            "Question",
-            "Best Answer",
-        ),
-    ],
-)
-def test_real_rows_train_the_answer_and_its_stop_and_nothing_else(
-    shared_data: Path,
-    smollm2_dir: Path,
-    tmp_path: Path,
-    file: str,
-    columns: dict[str, str],
-    prompt: str | None,
-    answer: str,
-) -> None:
-    import datasets
-
-    tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
-    made = ChatFormatter(tokenizer)
-    data = build_data(
-        [DatasetSpec(str(shared_data / file), columns=columns)], formatter=made, max_seq_len=8192
-    )
-    kind = "csv" if file.endswith(".csv") else "json"
-    options = {"encoding": "utf-8-sig"} if kind == "csv" else {}
-    rows = datasets.load_dataset(
-        kind,
-        data_files=str(shared_data / file),
-        split="train",
-        cache_dir=str(tmp_path),
-        **options,
-    )
-    assert len(data) == len(rows) > 0
-    for i, row in enumerate(rows):
-        sample = data[i]
-        ids = sample.input_ids[sample.trained].tolist()
-        assert tokenizer.decode(ids) == row[answer] + "<|im_end|>"
-        assert sample.trained[: -len(ids)].sum() == 0
-    assert [line for line in data.report.lines() if "begin inside" in line] == []
