@@ -134,6 +134,7 @@ def test_the_old_handlers_come_back() -> None:
         with pytest.raises(KeyboardInterrupt), StopSignals() as signals:  # noqa: PT012
             signal.raise_signal(signal.SIGUSR1)
             assert signals.poll() == Request(save=True, stop=None)
+            assert signals.poll() == NOTHING
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
         assert [signal.getsignal(number) for number in numbers] == handlers

@@ -255,3 +255,28 @@ def test_counts_and_losses_are_added_up_over_ranks(tiny_model_dir: Path, rows: l
 def test_positions_are_those_before_a_trained_token() -> None:
     trained = torch.tensor([[True, False, True, True], [False, True, False, False]])
     assert loss_positions(trained).tolist() == [1, 2, 4]
+
+
+def test_stochastic_rounding_repeats_whatever_was_drawn_elsewhere(
+    tiny_model_dir: Path, rows: list[Row]
+) -> None:
+    def train(draws_elsewhere: int) -> dict[str, torch.Tensor]:
+        setup = Setup(tiny_model_dir, dtype=torch.bfloat16)
+        setup.masters.close()
+        parameters = dict(setup.model.named_parameters())
+        optimizer = build_optimizer(parameters, lr=1.0, stochastic_rounding=True)
+        for step in (1, 2):
+            torch.rand(draws_elsewhere)
+            setup.step(
+                as_batches(rows, 4),
+                step=step,
+                optimizer=optimizer,
+                parameters=parameters,
+                masters=None,
+                before_update=lambda: torch.rand(draws_elsewhere),
+                rank=draws_elsewhere,
+            )
+        return setup.weights()
+
+    first, second = train(1), train(2)
+    assert all(torch.equal(first[name], second[name]) for name in first)
