@@ -6,6 +6,7 @@ import errno
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import safetensors.torch
 import torch
@@ -13,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
 
 from legato.checkpoint.reader import FolderStorageReader
 from legato.checkpoint.writer import FolderStorageWriter
@@ -22,7 +24,7 @@ from legato.errors import (
     CheckpointMismatchError,
     ModelNotFoundError,
 )
-from legato.storage import LocalStorage, MemoryStorage
+from legato.storage import LocalStorage, MemoryStorage, RemoteStorage
 from tests.helpers.faults import FaultyStorage, RecordingStorage
 
 # DCP warns that no process group is there, which is what these tests are about.
@@ -247,6 +249,24 @@ def test_a_model_in_memory_works_too(tmp_path: Path) -> None:
     dcp.load(loaded, storage_reader=FolderStorageReader("/run/m", storage=storage))
     assert_bit_equal(loaded, TREE)
     assert storage.list_folder("/run") == ["m"]
+
+
+def test_an_object_store_takes_a_save_from_one_process_and_refuses_several() -> None:
+    filesystem = fsspec.filesystem("memory")
+    storage = RemoteStorage(filesystem)
+    try:
+        writer = FolderStorageWriter("/run/m", storage=storage, max_file_bytes=40)
+        dcp.save(TREE, storage_writer=writer)
+        assert "model.safetensors.index.json" in storage.list_folder("/run/m")
+        loaded = zeros(TREE)
+        dcp.load(loaded, storage_reader=FolderStorageReader("/run/m", storage=storage))
+        assert_bit_equal(loaded, TREE)
+        several = FolderStorageWriter("/run/n", storage=storage)
+        with pytest.raises(CheckpointError, match="several ranks"):
+            several.prepare_global_plan([SavePlan([]), SavePlan([])])
+    finally:
+        filesystem.store.clear()
+        filesystem.pseudo_dirs[:] = [""]
 
 
 def test_a_writer_without_a_folder_says_so() -> None:
