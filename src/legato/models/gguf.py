@@ -154,8 +154,8 @@ def _read_gguf(file: Path) -> tuple[Any, Any]:
             "Was the download interrupted?",
             path=str(file),
         ) from error
-    # The weights are plain tensors now, but transformers still takes the model for quantized and
-    # refuses to write it.
+    # The weights are plain tensors now, but releases of transformers without GgufConfig still take
+    # the model for quantized and refuse to write it.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.hf_quantizer = None

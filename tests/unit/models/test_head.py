@@ -65,6 +65,16 @@ def test_the_probe_leaves_training_mode_and_random_state_alone() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+def test_a_model_with_dropout_passes_the_probe_while_it_trains() -> None:
+    model = families.build_family("mistral")
+    attach_lora(model, lora_rank=2, lora_alpha=4, lora_dropout=0.9, base_name="none")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(1.0)
+    split_head(model.train())
+
+
 def test_a_bf16_model_passes_the_probe() -> None:
     split_head(families.build_family("gemma2", dtype=torch.bfloat16))
 
