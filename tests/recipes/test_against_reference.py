@@ -96,7 +96,7 @@ def test_losses_are_those_of_transformers_and_torch_however_the_batch_is_cut(
     torch.testing.assert_close(
         torch.tensor(list(found.values())), torch.tensor(expected), atol=2e-5, rtol=0
     )
-    assert expected[-1] < expected[0] - 0.1  # the comparison has something to compare
+    assert expected[-1] < expected[0] - 0.05  # the comparison has something to compare
 
 
 def test_evaluation_loss_is_that_of_transformers_and_leaves_training_alone(

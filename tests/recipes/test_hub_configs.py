@@ -85,6 +85,7 @@ def test_a_shipped_config_runs_two_steps_on_its_shrunk_family(tmp_path: Path, na
         "batch_size=2",
         "gradient_accumulation_steps=1",
         "max_steps=2",
+        "val_set_size=8",
         "save_every_n_train_steps=1",
     ]
     assert legato("run", "--config", name, *arguments) == 0

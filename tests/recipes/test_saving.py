@@ -128,7 +128,8 @@ def test_lora_learns_and_the_loss_falls(tmp_path: Path, tiny_model_dir: Path) ->
     assert legato("run", "--config", config, "epochs=10") == 0
     history = losses(tmp_path / "out")
     assert len(history) == 30
-    assert history[30] < 0.75 * history[1]
+    # The head is frozen noise, so little can be learned; a dead adapter would learn nothing.
+    assert history[30] < history[1] - 0.2
 
 
 def test_each_step_folder_holds_the_resolved_config_under_the_name_it_was_given_by(

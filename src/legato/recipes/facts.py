@@ -78,22 +78,6 @@ def free_bytes(folder: Path) -> int | None:
     return None if there is None else shutil.disk_usage(there).free
 
 
-def estimated_checkpoint_bytes(config: RunConfig, parts: RunParts) -> int:
-    """Bytes of one checkpoint before there is an optimizer state to measure."""
-    tensors = parts.saved["model"].tensors.values()
-    weights = sum(t.numel() * t.element_size() for t in tensors)
-    if config.save_only_model:
-        return weights
-    num_moments = 0 if config.optimizer.name == "sgd" else 2
-    masters = parts.saved["model"].masters.values()
-    held = parts.model.parameters.values()
-    return (
-        weights
-        + sum(t.numel() * t.element_size() for t in masters)
-        + num_moments * sum(t.numel() * t.element_size() for t in held)
-    )
-
-
 def introduce(facts: StartFacts, data: RunData) -> None:
     """Say what is about to be trained, and show one row as the model will see it."""
     for line in data.train.report.lines():

@@ -10,13 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from legato.checkpoint import Checkpointer, SaveRecord
+from legato.checkpoint import Checkpointer, Committed, SaveRecord
+from legato.checkpoint.parts import sort_parts
+from legato.checkpoint.space import checkpoint_bytes
 from legato.config.resume import diff_on_resume
 from legato.config.schema import RunConfig
 from legato.errors import ConfigError, ResumeError, StopRequested
 from legato.optim.schedule import learning_rate
 from legato.parallel.world import World
-from legato.recipes.facts import estimated_checkpoint_bytes, introduce, start_facts
+from legato.recipes.facts import introduce, start_facts
 from legato.recipes.parts import (
     RunData,
     RunParts,
@@ -83,7 +85,7 @@ def run(
     ) as checkpointer:
         state = TrainState(facts={"start_date": date.today().isoformat()})
         if checkpointer.source is not None:
-            state.load_state_dict(checkpointer.read_trainer_state(checkpointer.source))
+            state.load_state_dict(read_state(checkpointer, checkpointer.source))
             check_changes(state.facts["config"], config, accept=accept_changes)
         start_date = date.fromisoformat(state.facts["start_date"])
         data = build_run_data(config, start_date=start_date, world=world)
@@ -145,7 +147,9 @@ def preflight(config: RunConfig, *, config_name: str) -> StartFacts:
         data=data,
         parts=parts,
         total_steps=total_steps,
-        checkpoint_bytes=estimated_checkpoint_bytes(config, parts),
+        checkpoint_bytes=checkpoint_bytes(
+            sort_parts(parts.saved), with_state=not config.save_only_model
+        ),
     )
     introduce(facts, data)
     if facts.free_bytes is not None and facts.free_bytes < facts.checkpoint_bytes:
@@ -178,6 +182,29 @@ def open_checkpointer(
         verify_on_load=config.verify_on_load,
         prune=config.prune,
         keep_last_n_states=config.keep_last_n_states,
+    )
+
+
+def read_state(checkpointer: Checkpointer, source: Committed) -> dict[str, Any]:
+    """What the run knew at ``source``.
+
+    Args:
+        checkpointer: The open run.
+        source: The step to resume from.
+
+    Returns:
+        The training state, as JSON values.
+
+    Raises:
+        ResumeError: The step holds no training state; ``.path``.
+    """
+    if stored := checkpointer.read_trainer_state(source):
+        return stored
+    raise ResumeError(
+        f"{source.path} holds a model and no training state (it was saved with save_only_model, or "
+        "keep_last_n_states took the state away): a run can't go on from it. Resume from a step "
+        f"with a state folder, or begin a new run with model={source.path} and another output_dir.",
+        path=source.path,
     )
 
 

@@ -318,7 +318,8 @@ class Trainer:
 
     def _final_save(self, metrics: Mapping[str, Any], *, reason: str) -> None:
         """The checkpoint that every run ends with; the engine returns a committed one as it is."""
+        self._save(metrics, reason=reason)
         try:
-            self._save(metrics, reason=reason).result()
+            self.checkpointer.drain()
         finally:
             self._report_saves()
