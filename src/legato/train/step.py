@@ -109,7 +109,7 @@ def train_step(
         losses.append(loss.detach())
 
     norm = _clip(parameters, clip_grad_norm)
-    *sums, grad_norm = torch.stack([*losses, norm.float()]).tolist()  # the step's one wait
+    *sums, grad_norm = torch.stack([*losses, norm]).tolist()  # the step's one wait
     total = sum_over_ranks([sum(sums)])[0] if sum_over_ranks else sum(sums)
     is_finite = math.isfinite(total) and math.isfinite(grad_norm)
     if is_finite:
@@ -186,12 +186,15 @@ def _check_parameters(
 def _clip(parameters: Mapping[str, nn.Parameter], clip_grad_norm: float | None) -> Tensor:
     """Clip the gradients in place; returns their L2 norm before that."""
     with_grad = [p for p in parameters.values() if p.grad is not None]
-    if not with_grad:
+    gradients = [p.grad for p in with_grad if p.grad is not None]
+    if not gradients:
         raise ModelError(
             "no trainable parameter got a gradient: the loss doesn't depend on any of "
             f"{', '.join(list(parameters)[:3])}, ..."
         )
-    norm = torch.nn.utils.get_total_norm([p.grad for p in with_grad if p.grad is not None])
+    # fp32 whatever the gradients are: get_total_norm would round the norm of bf16 ones to 8 bits.
+    norms = torch._foreach_norm(gradients, 2.0, torch.float32)
+    norm = torch.linalg.vector_norm(torch.stack(norms))
     if clip_grad_norm is not None:
         torch.nn.utils.clip_grads_with_norm_(with_grad, clip_grad_norm, norm)
     return norm

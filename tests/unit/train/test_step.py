@@ -280,3 +280,25 @@ def test_stochastic_rounding_repeats_whatever_was_drawn_elsewhere(
 
     first, second = train(1), train(2)
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_the_norm_of_bf16_gradients_isnt_rounded_to_bf16(
+    tiny_model_dir: Path, rows: list[Row]
+) -> None:
+    setup = Setup(tiny_model_dir, dtype=torch.bfloat16)
+    setup.masters.close()
+    parameters = dict(setup.model.named_parameters())
+    seen: list[float] = []
+
+    def remember() -> None:
+        gradients = [weight.grad.double().flatten() for weight in parameters.values()]
+        seen.append(torch.cat(gradients).norm().item())
+
+    result = setup.step(
+        [as_batch(rows)],
+        optimizer=build_optimizer(parameters, lr=1.0, stochastic_rounding=True),
+        parameters=parameters,
+        masters=None,
+        before_update=remember,
+    )
+    assert result.grad_norm == pytest.approx(seen[0], rel=1e-5)
