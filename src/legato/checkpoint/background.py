@@ -27,12 +27,12 @@ from legato.checkpoint.manifest import (
     digest_of,
     parse_manifest,
 )
-from legato.checkpoint.peers import Peers
 from legato.checkpoint.plan import SavePlan, Write
 from legato.checkpoint.records import Committed, PendingSave
 from legato.checkpoint.staging import Snapshot
 from legato.errors import CheckpointError, CheckpointWriteError, RankDisagreementError
 from legato.hf_folder import tensor_bytes
+from legato.parallel.peers import Peers
 
 
 @dataclass(frozen=True, eq=False)

@@ -218,7 +218,8 @@ class Checkpointer:
                 each_bytes=each_bytes,
                 planned_saves=planned_saves,
                 max_kept=self._rules.keep.max_kept,
-            )
+            ),
+            fallback=CheckpointError,
         )
         return free
 
@@ -241,7 +242,9 @@ class Checkpointer:
         if source is None:
             return None
         if self._verify_on_load:
-            damage = self._control.on_main(lambda: find_damage(self._storage, source))
+            damage = self._control.on_main(
+                lambda: find_damage(self._storage, source), fallback=CheckpointError
+            )
             if damage:
                 raise CheckpointTornError(
                     f"{damage[0]} ({len(damage)} files). Resume from another step.",

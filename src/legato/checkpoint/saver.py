@@ -18,7 +18,6 @@ from torch import Tensor
 from legato.checkpoint.background import BackgroundThread, SaveJob, write_checkpoint
 from legato.checkpoint.lifecycle import RunFolder
 from legato.checkpoint.parts import Parts
-from legato.checkpoint.peers import Peers
 from legato.checkpoint.plan import MAX_FILE_BYTES, SavePlan, plan_save
 from legato.checkpoint.records import (
     Committed,
@@ -30,6 +29,7 @@ from legato.checkpoint.records import (
 from legato.checkpoint.retention import Keeper
 from legato.checkpoint.staging import LiveValues, Snapshot, Stager
 from legato.errors import CheckpointError, RankDisagreementError
+from legato.parallel.peers import Peers
 
 logger = logging.getLogger(__name__)
 

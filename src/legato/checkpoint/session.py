@@ -12,10 +12,11 @@ import torch.distributed as dist
 from legato.checkpoint.lifecycle import RunFolder
 from legato.checkpoint.lock import OutputDirLock
 from legato.checkpoint.opening import Opening, open_run, read_opening
-from legato.checkpoint.peers import Peers
 from legato.checkpoint.records import StepInfo
 from legato.checkpoint.retention import Keeper, KeepRules
 from legato.checkpoint.saver import SaveOptions, Saver
+from legato.errors import CheckpointError
+from legato.parallel.peers import Peers
 
 # A rank that hangs (not one that dies) is noticed by this alone.
 BACKGROUND_TIMEOUT_SECONDS = 1800.0
@@ -93,7 +94,7 @@ def open_session(
         return content
 
     try:
-        opening = read_opening(control.on_main(decide), folder.storage)
+        opening = read_opening(control.on_main(decide, fallback=CheckpointError), folder.storage)
     except BaseException:
         _release(control, background, lock)
         raise

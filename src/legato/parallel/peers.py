@@ -1,11 +1,11 @@
-"""The few words that ranks exchange about a save: JSON, over a gloo group of its own."""
+"""The few words that ranks exchange: JSON and numbers, over gloo groups of their own."""
 
 from __future__ import annotations
 
 import datetime as dt
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from legato import errors
-from legato.errors import CheckpointError, LegatoError
+from legato.errors import LegatoError
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,15 @@ class Peers:
         dist.all_gather(received, padded, group=self.group)
         return [_from_tensor(data[: int(size)]) for data, size in zip(received, sizes, strict=True)]
 
+    def gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
+        """Collective: every rank's ``values``, as many on each, by rank; one small message."""
+        if self.group is None:
+            return [list(values)]
+        mine = torch.tensor(values, dtype=torch.float64)
+        received = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(received, mine, group=self.group)
+        return [theirs.tolist() for theirs in received]
+
     def broadcast(self, value: Any) -> Any:
         """Collective: rank 0's JSON ``value``, on every rank."""
         if self.group is None:
@@ -96,7 +105,7 @@ class Peers:
         return bool(value.item())
 
     def on_main(
-        self, decide: Callable[[], Any], *, fallback: type[CheckpointError] = CheckpointError
+        self, decide: Callable[[], Any], *, fallback: type[LegatoError] = LegatoError
     ) -> Any:
         """Collective: call ``decide`` on rank 0; every rank gets its JSON value, or its error.
 
@@ -140,7 +149,7 @@ def _from_tensor(data: Tensor) -> Any:
     return json.loads(data.numpy().tobytes())
 
 
-def _rebuilt(name: str, text: str, fallback: type[CheckpointError]) -> LegatoError:
+def _rebuilt(name: str, text: str, fallback: type[LegatoError]) -> LegatoError:
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, LegatoError):
         return kind(text)
