@@ -153,6 +153,7 @@ log.write("step", step=1)
 resource.setrlimit(resource.RLIMIT_FSIZE, (60, -1))
 log.write("step", step=2)
 log.write("step", step=3)
+print(open(sys.argv[1]).read(), end="")
 resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
 log.write("step", step=4)
 """
@@ -161,6 +162,7 @@ log.write("step", step=4)
         [sys.executable, "-c", code, path], capture_output=True, text=True, check=True
     )
     assert [strict_json(line)["step"] for line in path.read_text().splitlines()] == [1, 4]
+    assert done.stdout == '{"event": "step", "time": 0.0, "step": 1}\n'  # while it was full
     assert done.stderr.count("metrics are being lost") == 1
 
 
