@@ -18,6 +18,9 @@
         CheckpointWriteError (OSError) exit code 3 a save failed
         OutputDirLockedError                       another run is using this output_dir
         RankDisagreementError                      ranks passed different steps or layouts
+      WorldError         (RuntimeError)            processes can't meet, or don't fit together
+        PeerLostError                              another process of the run has gone
+        RunFailedError                             a launched run failed: which rank did first
       ResumeError        (ValueError)  exit code 2 the config changed in a way that a resumed run can't follow
       CompileError       (RuntimeError)            a compiled block met too many forms of batches
       NonFiniteError     (ArithmeticError)         a loss or a gradient that isn't finite
@@ -116,6 +119,18 @@ class OutputDirLockedError(CheckpointError):
 
 class RankDisagreementError(CheckpointError):
     """Ranks passed different steps or layouts; ``.values`` maps rank to value."""
+
+
+class WorldError(LegatoError, RuntimeError):
+    """The processes of a run can't meet, differ where they mustn't, or one of them failed."""
+
+
+class PeerLostError(WorldError):
+    """Another process of the run ended or doesn't answer; its own log says why."""
+
+
+class RunFailedError(WorldError):
+    """A launched run failed; ``.rank`` failed first, ``.exit_code`` is what its error asks for."""
 
 
 class ResumeError(LegatoError, ValueError):

@@ -1,31 +1,59 @@
-"""Process facts: who am I, how many are we, on which device.
+"""Process facts, and the few things that all processes of a run decide together.
 
-One process today; the trainer and the checkpointer take these facts as values, so that a world of
-several ranks is another value and not another loop.
+The trainer and the checkpointer take a world as a value, so that several ranks are another value
+and not another loop.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import datetime as dt
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
-from legato.errors import ConfigError
+from legato.errors import ConfigError, PeerLostError, WorldError
+from legato.parallel.peers import Peers
+from legato.parallel.placement import Placement, find_placement
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# How long the first one waits for the last one to start.
+MEET_SECONDS = 300.0
+
+# What gloo says when the other side has gone is a RuntimeError like any other.
+_LOST = re.compile(r"gloo/transport|Connection (closed|reset) by peer|Broken pipe", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class World:
-    """The facts of this process.
+    """The facts of this process, and its line to the others.
 
     Attributes:
         rank: This process's number, from 0.
         world_size: Number of processes.
         device: Where this process computes.
+        group: The ranks as a training group; None: this process has no group.
+        control: The same ranks over gloo, for the main thread.
+        attempt: How often the launcher restarted the ranks.
+        launch_id: Name of the launch; None: nobody restarts.
     """
 
     rank: int
     world_size: int
     device: torch.device
+    group: dist.ProcessGroup | None = None
+    control: Peers = field(default_factory=Peers)
+    attempt: int = 0
+    launch_id: str | None = None
 
     @property
     def is_main(self) -> bool:
@@ -34,26 +62,174 @@ class World:
 
     @classmethod
     def single(cls, device: str = "auto") -> World:
-        """A world of one process on ``device``; see :func:`pick_device`."""
+        """A world of one process on ``device``, without a group; see :func:`pick_device`."""
         return cls(rank=0, world_size=1, device=pick_device(device))
 
+    @classmethod
+    @contextmanager
+    def join(
+        cls, device: str, *, distributed: bool, environment: Mapping[str, str] = os.environ
+    ) -> Iterator[World]:
+        """Collective: meet the other processes; leave them when the block ends, however it ends.
 
-def pick_device(name: str) -> torch.device:
-    """The device that a config's ``device`` means.
+        Args:
+            device: A config's ``device``.
+            distributed: Make a process group, also for a world of one. Without it, this process
+                must be alone, and stays free of any group.
+            environment: Who the others are: see :func:`find_placement`. A process group that is
+                there already is used, and left as it is.
+
+        Yields:
+            The world.
+
+        Raises:
+            WorldError: The processes can't meet.
+            PeerLostError: Another process has gone in the meantime.
+            ConfigError: ``device`` isn't here.
+        """
+        placement = find_placement(environment) or Placement(rank=0, world_size=1)
+        if not distributed:
+            yield cls.single(device)
+            return
+        where = pick_device(device, placement)
+        is_ours = not dist.is_initialized()
+        if is_ours:
+            _init_process_group(placement, where)
+        control = Peers.beside(dist.group.WORLD)
+        world = cls(
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            device=where,
+            group=dist.group.WORLD,
+            control=control,
+            attempt=placement.attempt,
+            launch_id=placement.launch_id,
+        )
+        try:
+            yield world
+            control.all_true(True)  # rank 0 may serve the store: nobody leaves while it is needed
+        except RuntimeError as error:
+            if is_lost_peer(error):
+                raise PeerLostError(
+                    f"rank {world.rank} lost another rank: {first_line(error)}. The log of the one "
+                    "that failed first says why."
+                ) from error
+            raise
+        finally:
+            with suppress(RuntimeError):
+                control.close()
+            if is_ours:
+                # Without it gloo's threads may end the process with SIGABRT.
+                dist.destroy_process_group()
+
+    def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
+        """Collective: each of ``values`` added up over all ranks; the same bits on every rank."""
+        return [sum(column) for column in zip(*self.control.gather_numbers(values), strict=True)]
+
+    def agree(self, values: Sequence[float]) -> list[float]:
+        """Collective: the largest of each of ``values`` over all ranks."""
+        return [max(column) for column in zip(*self.control.gather_numbers(values), strict=True)]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Collective: every rank's JSON ``value``, by rank."""
+        return self.control.gather(value)
+
+    def on_every_rank(self, do: Callable[[], T]) -> T:
+        """Collective: call ``do``; where it fails on one rank, it fails on all, and says where.
+
+        Args:
+            do: Called on every rank; talks to no other rank.
+
+        Returns:
+            What this rank's ``do`` returned.
+
+        Raises:
+            WorldError: It failed on another rank; ``.rank``. A rank's own error is raised as it is.
+        """
+        try:
+            value, error = do(), None
+        except Exception as caught:
+            value, error = None, caught
+        texts = self.gather(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        for rank, text in enumerate(texts):
+            if text is not None:
+                raise WorldError(f"rank {rank}: {text}", rank=rank)
+        return value  # type: ignore[return-value]
+
+
+def _init_process_group(placement: Placement, device: torch.device) -> None:
+    """Collective: make the default group, over a store that no earlier attempt has written to."""
+    limit = dt.timedelta(seconds=MEET_SECONDS)
+    try:
+        if placement.world_size == 1:
+            store: Any = dist.HashStore()  # type: ignore[attr-defined]
+        else:
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                placement.address,
+                placement.port,
+                is_master=placement.rank == 0 and not placement.meets_at_agent,
+                timeout=limit,
+                multi_tenant=True,
+            )
+        # The launcher keeps one store over all attempts: without a prefix of its own an attempt
+        # meets the gloo addresses of dead processes (17 of 42 restarts failed, measured).
+        prefix = f"legato/{placement.attempt}/{placement.world_size}"
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore(prefix, store),  # type: ignore[attr-defined]
+            rank=placement.rank,
+            world_size=placement.world_size,
+            device_id=device if device.type == "cuda" else None,
+        )
+    except RuntimeError as error:
+        if "EADDRINUSE" in str(error) or "in use" in str(error):
+            raise WorldError(
+                f"port {placement.port} on {placement.address} is in use. Choose another one: "
+                "--master-port for legato run and torchrun, MASTER_PORT elsewhere.",
+                port=placement.port,
+            ) from error
+        raise WorldError(
+            f"rank {placement.rank} of {placement.world_size} can't meet the others at "
+            f"{placement.address}:{placement.port}: {first_line(error)}"
+        ) from error
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether ``error`` is what a rank notices of another one's end, and no fault of its own."""
+    if isinstance(error, PeerLostError | dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text: torch appends C++ stacks."""
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def pick_device(name: str, placement: Placement | None = None) -> torch.device:
+    """The device that a config's ``device`` means; a GPU becomes the current one.
 
     Args:
         name: ``auto`` (cuda, else mps, else cpu) or a torch device such as ``cuda:0``.
+        placement: Among other processes: each one of a host takes the GPU of its local rank.
 
     Returns:
         A device that exists on this machine.
 
     Raises:
-        ConfigError: The name isn't a device, or this machine doesn't have it.
+        ConfigError: The name isn't a device, this machine doesn't have it, or several processes
+            would share it.
     """
+    several = placement is not None and placement.local_world_size > 1
     if name == "auto":
         if torch.cuda.is_available():
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+            name = "cuda"
+        else:
+            # gloo can't carry what is on an Apple GPU.
+            alone = placement is None or placement.world_size == 1
+            return torch.device("mps" if alone and torch.backends.mps.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -61,14 +237,38 @@ def pick_device(name: str) -> torch.device:
             f"device: expected auto, cpu, mps, cuda or cuda:N, found {name!r}"
         ) from error
     if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            raise ConfigError(
-                f"device: {name} isn't here: torch sees {count} CUDA devices. "
-                "Use device=auto, or install a torch build for this machine's GPU."
-            )
-    elif device.type == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError("device: mps isn't here: torch sees no Apple GPU. Use device=auto.")
-    elif device.type not in ("cpu", "mps"):
+        return _pick_gpu(device, placement)
+    if device.type == "mps":
+        if several:
+            raise ConfigError("device: mps is one GPU; several processes can't share it. Use cpu.")
+        if not torch.backends.mps.is_available():
+            raise ConfigError("device: mps isn't here: torch sees no Apple GPU. Use device=auto.")
+    elif device.type != "cpu":
         raise ConfigError(f"device: expected auto, cpu, mps, cuda or cuda:N, found {name!r}")
+    return device
+
+
+def _pick_gpu(device: torch.device, placement: Placement | None) -> torch.device:
+    count, is_numbered = torch.cuda.device_count(), ":" in str(device)
+    if placement is not None and placement.local_world_size > 1:
+        if is_numbered:
+            raise ConfigError(
+                f"device: {device} is one GPU, and {placement.local_world_size} processes run on "
+                "this host. Use device=cuda: each takes its own."
+            )
+        index = 0 if placement.sees_own_gpu else placement.local_rank
+        if index >= count:
+            raise ConfigError(
+                f"device: {placement.local_world_size} processes run on this host, and torch sees "
+                f"{count} CUDA devices: one each. Start as many processes as there are GPUs."
+            )
+        device, is_numbered = torch.device("cuda", index), True
+    if count == 0 or (is_numbered and device.index >= count):
+        raise ConfigError(
+            f"device: {device} isn't here: torch sees {count} CUDA devices. "
+            "Use device=auto, or install a torch build for this machine's GPU."
+        )
+    if not is_numbered:
+        device = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.set_device(device)
     return device
