@@ -107,8 +107,8 @@ def attach_lora(
     config.revision = None if Path(base["base"]).is_absolute() else base["revision"]
     return Adapter(
         model=peft_model,
-        keys=_file_keys(peft_model),
-        files={"adapter_config.json": _config_bytes(config), BASE_FILE: _json_bytes(base)},
+        keys=adapter_file_keys(peft_model),
+        files={"adapter_config.json": adapter_config_bytes(config), BASE_FILE: _json_bytes(base)},
     )
 
 
@@ -147,7 +147,7 @@ def _own_random_state(model: nn.Module, seed: int) -> Iterator[None]:
         yield
 
 
-def _file_keys(model: PeftModel) -> dict[str, str]:
+def adapter_file_keys(model: PeftModel) -> dict[str, str]:
     """Canonical name -> PEFT's key, found by identity while nothing wraps the model yet.
 
     Later PEFT itself would write the names of wrappers, or nothing at all, without an error.
@@ -183,7 +183,7 @@ def _describe_base(base_name: str, base_revision: str | None) -> dict[str, Any]:
     }
 
 
-def _config_bytes(config: LoraConfig) -> bytes:
+def adapter_config_bytes(config: LoraConfig) -> bytes:
     """adapter_config.json as PEFT writes it, the same bytes for the same adapter."""
     import peft
 

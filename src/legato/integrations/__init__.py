@@ -1,0 +1,1 @@
+"""Legato's checkpoints inside other people's training loops."""
