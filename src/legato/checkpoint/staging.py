@@ -129,10 +129,10 @@ class Stager:
         live = [local(tensor) for tensor in self._sources.values()]
         if self._check:
             self._check_addresses(live)
-        if self._device is None:
-            torch._foreach_copy_(self._buffers.tensors, live)
-        else:
+        if self._device is not None:
             self._stage_cuda(live)
+        elif live:  # a rank may have no share at all
+            torch._foreach_copy_(self._buffers.tensors, live)
         snapshot = Snapshot(
             {**self._by_name, **(extra or {})}, staged_bytes=self.staged_bytes, done=self._done
         )

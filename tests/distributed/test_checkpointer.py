@@ -1,0 +1,397 @@
+"""Several ranks write one Hugging Face folder together, and any number of ranks reads it back."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from legato.checkpoint import Checkpointer, KeepLast, ModelPart, OptimizerPart, RngPart
+from legato.checkpoint import saver as saver_module
+from legato.errors import CheckpointError, CheckpointExistsError, RankDisagreementError
+from legato.storage import LocalStorage
+from tests.helpers import spawn
+from tests.helpers.faults import FaultyStorage, Operation
+from tests.helpers.loops import Counter
+
+pytestmark = pytest.mark.distributed
+
+
+class Sharded:
+    """A small FSDP2 model: uneven rows, fewer rows than ranks, vectors, a plain buffer."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(
+            nn.Linear(4, 7), nn.GELU(), nn.Linear(7, 5), nn.GELU(), nn.Linear(5, 1)
+        )
+        self.model.register_buffer("scale", torch.arange(3.0))
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        fully_shard(self.model, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.counter = Counter()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "trainer": self.counter}
+
+    def step(self) -> int:
+        self.counter.step += 1
+        generator = torch.Generator().manual_seed(self.counter.step)
+        inputs = torch.randn(12, 4, generator=generator)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        rows = inputs[rank * 12 // size : (rank + 1) * 12 // size]
+        self.optimizer.zero_grad()
+        self.model(rows).square().mean().backward()
+        self.optimizer.step()
+        return self.counter.step
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """Collective: every tensor, gathered by torch itself."""
+        found = {f"model/{name}": value for name, value in self.model.state_dict().items()}
+        for name, parameter in self.model.named_parameters():
+            for key, value in self.optimizer.state[parameter].items():
+                found[f"{key}/{name}"] = value
+        return {
+            name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+            for name, value in found.items()
+        }
+
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+def arrays(tensors: dict[str, torch.Tensor]) -> Arrays:
+    """Tensors don't travel between processes as they are."""
+    return {name: value.numpy() for name, value in tensors.items()}
+
+
+def assert_equal(found: Arrays, expected: Arrays) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert np.array_equal(found[name], value), name
+
+
+def write_three_steps(rank: int, folder: str) -> Arrays:
+    loop, expected = Sharded(), {}
+    with Checkpointer(
+        f"{folder}/out", process_group=dist.group.WORLD, keep=KeepLast(2), check_snapshots=True
+    ) as checkpointer:
+        for step in (1, 2, 3):
+            loop.step()
+            expected[step] = loop.whole()
+            checkpointer.save(loop.state, step=step)
+            with torch.no_grad():  # right after save() returned
+                for parameter in loop.model.parameters():
+                    parameter.mul_(1.5)
+                loop.model.scale.add_(1)
+            checkpointer.poll()
+        share = checkpointer.save(loop.state, step=3).result()
+        assert share.manifest.world_size == dist.get_world_size()
+        if rank == 0:  # it has pruned when its save is done, others don't wait for that
+            assert [info.step for info in checkpointer.steps()] == [2, 3]
+        records = checkpointer.poll()
+        assert (
+            records[-1].staged_bytes
+            < 2 * sum(value.numel() * 4 for value in expected[3].values()) / dist.get_world_size()
+        )
+    return arrays(expected[3])
+
+
+def read_back(rank: int, folder: str) -> Arrays:
+    loop = Sharded()
+    with Checkpointer(f"{folder}/out", process_group=dist.group.WORLD) as checkpointer:
+        assert checkpointer.restore(loop.state) == {"step": 3, "notes": []}
+        found = arrays(loop.whole())
+        for parameter in loop.model.parameters():
+            moment = loop.optimizer.state[parameter]["exp_avg"]
+            assert isinstance(moment, DTensor)
+            assert moment.placements == parameter.placements
+        loop.step()
+        checkpointer.save(loop.state, step=4).result()
+    return found
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(2, 1), (4, 2), (1, 3), (2, 2)])
+def test_a_step_is_restored_bit_for_bit_by_any_number_of_ranks(
+    tmp_path: Path, writers: int, readers: int
+) -> None:
+    expected = spawn.run(write_three_steps, writers, str(tmp_path))[0]
+    folder = tmp_path / "out" / "step_3"
+    # What torch gathered is what the safetensors library reads.
+    model = {f"model/{k}": v for k, v in load_file(folder / "model.safetensors").items()}
+    moments: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("state/optimizer-*.safetensors")):
+        moments |= load_file(path)
+    assert_equal(arrays(model | moments), expected)
+    assert len(list(folder.glob("state/optimizer-*"))) >= writers
+    for found in spawn.run(read_back, readers, str(tmp_path)):
+        assert_equal(found, expected)
+
+
+def placements(rank: int, folder: str) -> None:
+    """Row, column, replicated, HSDP, uneven, empty, 0-dim, integer and boolean tensors at once."""
+    line = init_device_mesh("cpu", (4,))
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    torch.manual_seed(0)
+    whole = {
+        "rows": torch.rand(9, 3),
+        "columns": torch.rand(6, 8),
+        "middle": torch.rand(3, 6, 5),
+        "few_rows": torch.rand(2, 5),
+        "replicated": torch.rand(4, 4),
+        "hsdp": torch.rand(5, 4),
+        "both": torch.rand(6, 6),
+        "half": torch.rand(5, 3).to(torch.bfloat16),
+        "float8": torch.rand(8, 3).to(torch.float8_e4m3fn),
+        "integers": torch.arange(10),
+        "flags": torch.tensor([True, False, True, True, False]),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.zeros(0, 4),
+    }
+    placed = {
+        "rows": distribute_tensor(whole["rows"], line, [Shard(0)]),
+        "columns": distribute_tensor(whole["columns"], line, [Shard(1)]),
+        "middle": distribute_tensor(whole["middle"], line, [Shard(1)]),
+        "few_rows": distribute_tensor(whole["few_rows"], line, [Shard(0)]),
+        "replicated": distribute_tensor(whole["replicated"], line, [Replicate()]),
+        "hsdp": distribute_tensor(whole["hsdp"], square, [Replicate(), Shard(0)]),
+        "both": distribute_tensor(whole["both"], square, [Shard(0), Shard(1)]),
+        "half": distribute_tensor(whole["half"], line, [Shard(0)]),
+        "integers": distribute_tensor(whole["integers"], line, [Shard(0)]),
+        "flags": distribute_tensor(whole["flags"], line, [Shard(0)]),
+        **{name: whole[name].clone() for name in ("float8", "scalar", "empty")},
+    }
+    state = {"model": ModelPart(tensors=placed), "rng": RngPart()}
+    with Checkpointer(f"{folder}/out", process_group=dist.group.WORLD) as checkpointer:
+        torch.manual_seed(100 + rank)
+        pending = checkpointer.save(state, step=1)
+        pending.result()
+        drawn = torch.rand(3)
+        if rank == 0:
+            found = load_file(f"{folder}/out/step_1/model.safetensors")
+            assert found.keys() == whole.keys()
+            for name, value in whole.items():
+                assert found[name].dtype == value.dtype
+                assert torch.equal(found[name].float(), value.float()), name
+        checkpointer.source = pending.committed
+        for tensor in placed.values():
+            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).zero_()
+        checkpointer.restore(state)
+        for name, tensor in placed.items():
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            assert torch.equal(full.float(), whole[name].float()), name
+        # Each rank has its own random states back.
+        assert torch.equal(torch.rand(3), drawn)
+
+
+def test_every_placement_and_dtype_is_written_once_and_read_back(tmp_path: Path) -> None:
+    spawn.run(placements, 4, str(tmp_path))
+    manifest = json.loads((tmp_path / "out/step_1/manifest.json").read_text())
+    entry = manifest["files"]["model.safetensors"]
+    assert any(len(part) == 5 for part in entry["slices"]), "a column shard is one slice of runs"
+
+
+def disagree(rank: int, folder: str) -> str:
+    model = nn.Linear(3, 3)
+    checkpointer = Checkpointer(f"{folder}/out", process_group=dist.group.WORLD)
+    pending = checkpointer.save({"model": model}, step=1 + rank)
+    with pytest.raises(RankDisagreementError) as caught:
+        pending.result()
+    pending.wait()
+    records = []
+    while not records:
+        records = checkpointer.poll()
+    assert not records[0].will_retry
+    checkpointer.save({"model": model}, step=5)
+    checkpointer.close()
+    return str(caught.value)
+
+
+def test_ranks_that_disagree_on_the_step_all_fail_by_name(tmp_path: Path) -> None:
+    messages = spawn.run(disagree, 2, str(tmp_path))
+    assert messages == ["step 1 isn't saved: the ranks differ in step: {0: 1, 1: 2}",
+                        "step 2 isn't saved: the ranks differ in step: {0: 1, 1: 2}"]  # fmt: skip
+    assert [p.name for p in (tmp_path / "out").glob("*step*")] == ["step_5"]
+
+
+def different_layout(rank: int, folder: str) -> str:
+    model = nn.Linear(3, 3 + rank)
+    with Checkpointer(f"{folder}/out", process_group=dist.group.WORLD) as checkpointer:
+        pending = checkpointer.save({"model": model}, step=1)
+        with pytest.raises(RankDisagreementError, match="differ in layout") as caught:
+            pending.result()
+    return str(caught.value)
+
+
+def test_ranks_with_different_models_all_fail(tmp_path: Path) -> None:
+    spawn.run(different_layout, 2, str(tmp_path))
+    assert list((tmp_path / "out").glob("*step*")) == []
+
+
+class FailingOnce(FaultyStorage):
+    """Its first `verb` on a weight file fails."""
+
+    def __init__(self, verb: str) -> None:
+        super().__init__(LocalStorage(), fail_at=None)
+        self.verb = verb
+
+    def before(self, operation: Operation, number: int, half: object) -> None:
+        if operation.name == self.verb and operation.path.endswith(".safetensors"):
+            self.verb = ""
+            raise OSError(errno.EIO, os.strerror(errno.EIO), operation.path)
+
+
+def one_rank_fails(rank: int, folder: str, failing: int, verb: str) -> list[tuple[int, str | None]]:
+    saver_module.RETRY_SECONDS = 0.0
+    storage = FailingOnce(verb) if rank == failing else LocalStorage()
+    loop = Sharded()
+    found = []
+    with Checkpointer(
+        f"{folder}/out", process_group=dist.group.WORLD, storage=storage
+    ) as checkpointer:
+        for _ in (1, 2, 3):
+            checkpointer.save(loop.state, step=loop.step())
+            # Every rank hears of a failure, and tries again, at the same call.
+            while checkpointer.in_flight is not None:
+                records = checkpointer.poll()
+                found += [(r.step, r.error) for r in records]
+        assert [info.step for info in checkpointer.steps()] == [1, 2, 3]
+        assert all(info.is_complete for info in checkpointer.steps())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("failing", "verb"),
+    [(0, "create_file"), (0, "write_at"), (1, "write_at"), (1, "sync_file"), (0, "sync_file")],
+)
+def test_a_rank_that_fails_fails_the_save_on_all_and_it_is_retried_on_all(
+    tmp_path: Path, failing: int, verb: str
+) -> None:
+    first, second = spawn.run(one_rank_fails, 2, str(tmp_path), failing, verb)
+    assert [step for step, _ in first] == [step for step, _ in second] == [1, 1, 2, 3]
+    for failed, *others in (first, second):
+        assert failed[1] is not None
+        assert "Input/output error" in failed[1]
+        assert [error for _, error in others] == [None] * 3
+    assert list((tmp_path / "out").glob(".step*")) == []
+
+
+def raise_on_error(rank: int, folder: str) -> int:
+    storage = FailingOnce("write_at") if rank == 1 else LocalStorage()
+    loop = Sharded()
+    checkpointer = Checkpointer(
+        f"{folder}/out", process_group=dist.group.WORLD, storage=storage, on_save_error="raise"
+    )
+    checkpointer.save(loop.state, step=loop.step())
+    calls = 0
+
+    def poll_for_ever() -> None:
+        nonlocal calls
+        while True:
+            calls += 1
+            checkpointer.poll()
+            time.sleep(0.01 * (1 + rank))
+
+    with pytest.raises(CheckpointError, match="rank 1: OSError"):
+        poll_for_ever()
+    checkpointer.close()
+    return calls
+
+
+def test_a_failure_is_raised_at_the_same_call_on_every_rank(tmp_path: Path) -> None:
+    calls = spawn.run(raise_on_error, 2, str(tmp_path))
+    assert calls[0] == calls[1]
+
+
+def open_in_the_way(rank: int, folder: str) -> str:
+    with pytest.raises(CheckpointExistsError) as caught:
+        Checkpointer(f"{folder}/out", process_group=dist.group.WORLD, resume=False)
+    with Checkpointer(
+        f"{folder}/out", process_group=dist.group.WORLD, resume=False, start_over=True
+    ) as checkpointer:
+        assert checkpointer.source is None
+        return f"{caught.value} {checkpointer.run_id}"
+
+
+def test_what_rank_0_finds_at_the_start_is_raised_on_every_rank(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "out") as checkpointer:
+        checkpointer.save({"model": nn.Linear(1, 1)}, step=7)
+    messages = spawn.run(open_in_the_way, 2, str(tmp_path))
+    assert messages[0] == messages[1]
+    assert "already holds step_7" in messages[0]
+
+
+def masters_of_a_sharded_model(rank: int, folder: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    master = nn.Parameter(distribute_tensor(torch.rand(5, 3), mesh, [Shard(0)]))
+    live = master.detach().to(torch.bfloat16)
+    optimizer = torch.optim.AdamW([master])
+    state = {
+        "model": ModelPart(tensors={"w": live}, masters={"w": master}, file_dtype=torch.bfloat16),
+        "optimizer": OptimizerPart(optimizer, {"w": master}),
+    }
+    with Checkpointer(f"{folder}/out", process_group=dist.group.WORLD) as checkpointer:
+        committed = checkpointer.save(state, step=1).result()
+        expected = master.full_tensor().detach().clone()
+        with torch.no_grad():
+            master.zero_()
+            live.zero_()
+        checkpointer.source = committed
+        checkpointer.restore(state)
+        assert torch.equal(master.full_tensor(), expected)
+        assert torch.equal(live.full_tensor(), expected.to(torch.bfloat16))
+    stored = load_file(f"{folder}/out/step_1/model.safetensors")["w"]
+    assert torch.equal(stored, expected.to(torch.bfloat16))
+
+
+def test_sharded_masters_are_restored_exactly(tmp_path: Path) -> None:
+    spawn.run(masters_of_a_sharded_model, 2, str(tmp_path))
+
+
+class KillingRank(FaultyStorage):
+    """Kills its process at the first `verb`."""
+
+    def before(self, operation: Operation, number: int, half: object) -> None:
+        if operation.name == "write_at":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def one_rank_dies(rank: int, folder: str) -> float:
+    storage = KillingRank(LocalStorage(), fail_at=None) if rank == 1 else LocalStorage()
+    loop = Sharded()
+    checkpointer = Checkpointer(f"{folder}/out", process_group=dist.group.WORLD, storage=storage)
+    pending = checkpointer.save(loop.state, step=loop.step())
+    began = time.monotonic()
+    pending.wait()
+    assert pending.error is not None
+    with contextlib.suppress(RuntimeError):
+        checkpointer.poll()
+    checkpointer._close_failing()
+    return time.monotonic() - began
+
+
+def test_when_a_rank_dies_the_others_end_soon_and_nothing_half_made_is_visible(
+    tmp_path: Path,
+) -> None:
+    seconds = spawn.run(one_rank_dies, 2, str(tmp_path), may_die={1})[0]
+    assert seconds < 30
+    assert list((tmp_path / "out").glob("*step*")) == []
+    with Checkpointer(tmp_path / "out") as checkpointer:
+        assert checkpointer.source is None
