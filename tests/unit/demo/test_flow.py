@@ -1,0 +1,66 @@
+"""The demo through its command, with a tiny model: it runs, goes on, and knows when it is done."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from legato.cli.main import main
+
+
+def demo(folder: Path, model: Path, *options: str) -> int:
+    return main(["demo", "--dir", str(folder), "--model", str(model), *options])
+
+
+def steps_in(folder: Path) -> set[str]:
+    return {entry.name for entry in (folder / "run").glob("step_*")}
+
+
+@pytest.mark.slow
+def test_the_demo_runs_goes_on_and_is_done(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "demo"
+    assert demo(folder, tiny_model_dir, "--steps", "2") == 0
+    told = capsys.readouterr().out
+    assert "3/5  before      the untouched model answers 104 orders" in told
+    assert "exact, new phrasings and combinations 0 of 80    0 of 80" in told
+    assert steps_in(folder) == {"step_1", "step_2"}
+    for step in (1, 2):
+        assert f"\nstep_{step}      " in told
+    model = AutoModelForCausalLM.from_pretrained(folder / "run" / "step_2")
+    assert model.config.num_hidden_layers == 2
+    assert len((folder / "orders.jsonl").read_text().splitlines()) == 384
+
+    # Done: said at once, nothing is trained.
+    before = (folder / "answers_before.json").read_bytes()
+    assert demo(folder, tiny_model_dir, "--steps", "2") == 0
+    told = capsys.readouterr().out
+    assert told.startswith("Done before;")
+    assert "step_2" in told
+
+    # More steps: goes on from step 2, and doesn't measure the untouched model again.
+    assert demo(folder, tiny_model_dir, "--steps", "3") == 0
+    told = capsys.readouterr().out
+    assert "3/5  before      measured already" in told
+    assert steps_in(folder) == {"step_1", "step_2", "step_3"}
+    assert (folder / "answers_before.json").read_bytes() == before
+    assert json.loads((folder / "answers_after.json").read_text())["step"] == 3
+
+    # Fewer: the run is past them.
+    (folder / "answers_after.json").unlink()
+    assert demo(folder, tiny_model_dir, "--steps", "2") == 0
+    capsys.readouterr()
+
+    assert demo(folder, tiny_model_dir, "--ask", "Six red mugs to Oslo, please.") == 0
+    assert capsys.readouterr().out.endswith("\n")
+
+
+def test_asking_before_the_demo_ran_says_what_to_do(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo(tmp_path / "none", tiny_model_dir, "--ask", "Six red mugs") == 1
+    assert "there is no checkpoint yet. Run the demo first: legato demo" in capsys.readouterr().err
