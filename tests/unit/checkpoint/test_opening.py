@@ -1,0 +1,244 @@
+"""Which run, branch and step a start goes on from; what is in its way; what a crash left."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from legato.checkpoint import Checkpointer, KeepLast
+from legato.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CheckpointTornError,
+)
+from tests.helpers.loops import Loop, assert_same
+
+
+def save_steps(out: Path, *steps: int, **options: object) -> str:
+    """A run that saves ``steps`` and returns its id."""
+    loop = Loop()
+    with Checkpointer(out, **options) as checkpointer:  # type: ignore[arg-type]
+        if (found := checkpointer.restore(loop.state)) is not None:
+            assert found["step"] < steps[0]
+        for step in steps:
+            checkpointer.save(loop.run_to(step).state, step=step)
+        return checkpointer.run_id
+
+
+def names(folder: Path) -> list[str]:
+    hidden = {"latest", "best", ".lock"}
+    return sorted(p.name for p in folder.iterdir() if p.name not in hidden)
+
+
+def tear(folder: Path) -> None:
+    """Cut a file short, as a disk that lied about its sync might."""
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def test_auto_continues_the_same_run_and_branch(tmp_path: Path) -> None:
+    run_id = save_steps(tmp_path / "out", 10, 20)
+    with Checkpointer(tmp_path / "out") as checkpointer:
+        assert checkpointer.source is not None
+        assert checkpointer.source.step == 20
+        assert (checkpointer.run_id, checkpointer.branch) == (run_id, 0)
+        latest = checkpointer.latest()
+        assert latest is not None
+        assert latest.step == 20
+
+
+def test_an_empty_folder_is_a_fresh_run(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "out") as checkpointer:
+        assert checkpointer.source is None
+        assert checkpointer.latest() is None
+        assert checkpointer.restore(Loop().state) is None
+
+
+def test_an_earlier_path_with_newer_steps_there_is_refused_by_name(tmp_path: Path) -> None:
+    save_steps(tmp_path / "out", 300, 400, 500)
+    with pytest.raises(
+        CheckpointExistsError, match=r"step_400, step_500, .*from step 300"
+    ) as caught:
+        Checkpointer(tmp_path / "out", resume=tmp_path / "out" / "step_300")
+    assert caught.value.facts["steps"] == [400, 500]
+    assert "--start-over" in str(caught.value)
+    assert names(tmp_path / "out") == ["step_300", "step_400", "step_500"]
+
+
+def test_a_new_branch_never_hands_out_the_old_ones_weights(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run_id = save_steps(out, 3, 5)
+    loop = Loop(lr=0.5)
+    with Checkpointer(
+        out, resume=out / "step_3", start_over=True, clock=lambda: 1000.0
+    ) as checkpointer:
+        assert (checkpointer.run_id, checkpointer.branch) == (run_id, 1)
+        checkpointer.restore(loop.state)
+        loop.optimizer.param_groups[0]["lr"] = 0.5
+        committed = checkpointer.save(loop.run_to(5).state, step=5).result()
+        assert committed.branch == 1
+    assert names(out) == [".old-1000", "step_3", "step_5"]
+    assert names(out / ".old-1000") == ["step_5"]
+    resumed = Loop()
+    with Checkpointer(out) as checkpointer:
+        assert (checkpointer.run_id, checkpointer.branch) == (run_id, 1)
+        checkpointer.restore(resumed.state)
+    assert_same(resumed.tensors(), loop.tensors())
+
+
+def test_a_new_branch_prunes_only_what_it_wrote_itself(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    save_steps(out, 1, 2, 3)
+    save_steps(out, 3, 4, 5, resume=out / "step_2", start_over=True, keep=KeepLast(1))
+    assert [n for n in names(out) if n.startswith("step")] == ["step_1", "step_2", "step_5"]
+
+
+def test_a_start_without_resuming_on_a_used_folder_is_a_new_run(tmp_path: Path) -> None:
+    run_id = save_steps(tmp_path / "out", 1, 2)
+    with pytest.raises(CheckpointExistsError, match="from the beginning"):
+        Checkpointer(tmp_path / "out", resume=False)
+    with Checkpointer(tmp_path / "out", resume=False, start_over=True) as checkpointer:
+        assert checkpointer.source is None
+        assert checkpointer.run_id != run_id
+    # Cut short before its first save, the same command starts fresh again and finds nothing.
+    with Checkpointer(tmp_path / "out") as checkpointer:
+        assert checkpointer.source is None
+
+
+def test_the_newest_step_by_path_is_no_new_branch(tmp_path: Path) -> None:
+    save_steps(tmp_path / "out", 1, 2)
+    with Checkpointer(tmp_path / "out", resume=tmp_path / "out" / "latest") as checkpointer:
+        assert checkpointer.source is not None
+        assert (checkpointer.source.step, checkpointer.branch) == (2, 0)
+        assert checkpointer.source.path == str(tmp_path / "out" / "step_2")
+
+
+def test_a_step_of_another_folder_is_a_branch_of_its_run(tmp_path: Path) -> None:
+    run_id = save_steps(tmp_path / "a", 4)
+    with Checkpointer(tmp_path / "b", resume=tmp_path / "a" / "step_4") as checkpointer:
+        assert (checkpointer.run_id, checkpointer.branch) == (run_id, 1)
+        checkpointer.save(Loop().state, step=5)
+    with pytest.raises(CheckpointExistsError, match="step_5"):
+        Checkpointer(tmp_path / "b", resume=tmp_path / "a" / "step_4")
+
+
+def test_a_torn_newest_step_is_skipped_aloud_and_saved_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "out"
+    save_steps(out, 1, 2)
+    tear(out / "step_2")
+    loop = Loop()
+    with Checkpointer(out, clock=lambda: 1000.0) as checkpointer:
+        assert "step 2 is skipped" in caplog.text
+        assert "resuming from step 1" in caplog.text
+        checkpointer.restore(loop.state)
+        assert loop.counter.step == 1
+        checkpointer.save(loop.run_to(2).state, step=2).result()
+    assert "moving" in caplog.text
+    assert names(out) == [".torn-step_2-1000", "step_1", "step_2"]
+    with Checkpointer(out) as checkpointer:
+        assert checkpointer.source is not None
+        assert checkpointer.source.step == 2
+    assert names(out) == ["step_1", "step_2"]
+
+
+def test_an_explicit_path_never_falls_back(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    save_steps(out, 1, 2)
+    tear(out / "step_2")
+    with pytest.raises(CheckpointTornError, match=r"step_2 isn't a complete checkpoint: .*bytes"):
+        Checkpointer(out, resume=out / "step_2")
+    with pytest.raises(CheckpointNotFoundError, match="step_7: there is no such folder"):
+        Checkpointer(out, resume=out / "step_7")
+
+
+@pytest.mark.parametrize("lost", ["manifest.json", "model.safetensors", "state/trainer.json"])
+def test_a_step_that_lacks_a_file_is_torn(tmp_path: Path, lost: str) -> None:
+    save_steps(tmp_path / "out", 1, 2)
+    (tmp_path / "out" / "step_2" / lost).unlink()
+    with Checkpointer(tmp_path / "out") as checkpointer:
+        assert checkpointer.source is not None
+        assert checkpointer.source.step == 1
+        assert [i.status for i in checkpointer.steps()] == ["complete", "torn"]
+
+
+def test_somebodys_own_folder_named_like_a_step_is_moved_aside_but_never_deleted(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "out"
+    (out / "step_1").mkdir(parents=True)
+    (out / "step_1" / "notes.txt").write_text("mine")
+    save_steps(out, 1)
+    with Checkpointer(out) as checkpointer:
+        assert checkpointer.source is not None
+    (aside,) = out.glob(".torn-step_1-*")
+    assert (aside / "notes.txt").read_text() == "mine"
+
+
+def test_a_newer_format_and_a_renamed_step_are_refused_and_never_touched(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    save_steps(out, 1)
+    shutil.copytree(out / "step_1", out / "step_8")
+    newer = json.loads((out / "step_1" / "manifest.json").read_text()) | {"format": 2}
+    (out / "step_9").mkdir()
+    (out / "step_9" / "manifest.json").write_text(json.dumps(newer))
+    with pytest.raises(CheckpointExistsError, match="step_8, step_9"):
+        Checkpointer(out)
+    for step, problem in ((8, "was it renamed"), (9, "newer Legato")):
+        with pytest.raises(CheckpointTornError, match=problem):
+            Checkpointer(tmp_path / "other", resume=out / f"step_{step}")
+
+
+def test_names_that_only_look_like_steps_are_not_ours(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for name in ("step_9_backup", "step_09", "step_", "step_x", "xstep_9", "checkpoint-9"):
+        (out / name).mkdir(parents=True)
+    save_steps(out, 1, 2, keep=KeepLast(1))
+    assert [n for n in names(out) if n != "step_2"] == [
+        "checkpoint-9", "step_", "step_09", "step_9_backup", "step_x", "xstep_9",
+    ]  # fmt: skip
+
+
+def test_steps_of_another_run_are_neither_resumed_nor_pruned(tmp_path: Path) -> None:
+    """Two runs that took turns in one folder, by hand: the last one's steps are the run's."""
+    out = tmp_path / "out"
+    save_steps(tmp_path / "foreign", 1, 50)
+    own = save_steps(out, 10, 20)
+    shutil.copytree(tmp_path / "foreign" / "step_1", out / "step_1")
+    with Checkpointer(out, keep=KeepLast(1)) as checkpointer:
+        assert checkpointer.run_id == own
+        checkpointer.save(Loop().state, step=30)
+    assert names(out) == ["step_1", "step_30"]
+    shutil.copytree(tmp_path / "foreign" / "step_50", out / "step_50")
+    with pytest.raises(CheckpointExistsError, match=r"step_50, .*from step 30"):
+        Checkpointer(out)
+
+
+def test_what_a_crash_left_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    save_steps(out, 1, 2)
+    for name in (".step_3.tmp-abc", ".trash-step_1-1000", ".trash-step_1-1000.1"):
+        (out / name / "state").mkdir(parents=True)
+        (out / name / "state" / "x").write_bytes(b"x")
+    (out / "latest.tmp-1-2").symlink_to("step_1")
+    (out / "step_2" / "manifest.json.new").write_bytes(b"{")
+    (out / ".mine").mkdir()
+    (out / "step_3.tmp").mkdir()
+    with Checkpointer(out) as checkpointer:
+        assert checkpointer.source is not None
+    assert names(out) == [".mine", "step_1", "step_2", "step_3.tmp"]
+    assert not (out / "step_2" / "manifest.json.new").exists()
+    assert (out / "step_1").exists()
+
+
+def test_the_step_resumed_from_stays_until_a_newer_one_is_committed(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    save_steps(out, 4, 6, keep=KeepLast(2))
+    with Checkpointer(out, keep=KeepLast(1)) as checkpointer:
+        assert names(out) == ["step_4", "step_6"]
+        checkpointer.save(Loop().state, step=7).result()
+        assert names(out) == ["step_7"]
