@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from legato.checkpoint.lifecycle import RunFolder, find_damage
 from legato.checkpoint.manifest import finite_metrics
+from legato.checkpoint.opening import Launch
 from legato.checkpoint.parts import sort_parts
 from legato.checkpoint.plan import MAX_FILE_BYTES, SavePlan, small_files
 from legato.checkpoint.policy import (
@@ -87,6 +88,9 @@ class Checkpointer:
         process_group: The ranks of the run, any backend; None: a single process.
         max_file_bytes: Bytes of tensors per file.
         lock_wait_seconds: How long to wait for the lock (an elastic restart: about 30).
+        launch_id: Name of what started the ranks; None: nothing that restarts them.
+        attempt: How often it restarted them. A restart goes on from the newest step that its own
+            launch has seen, whatever ``resume`` and ``start_over`` asked for at the beginning.
         check_snapshots: Compare every snapshot with a slow, synchronous copy. For debugging.
         clock: Gives seconds since 1970.
 
@@ -127,6 +131,8 @@ class Checkpointer:
         process_group: dist.ProcessGroup | None = None,
         max_file_bytes: int = MAX_FILE_BYTES,
         lock_wait_seconds: float = 0.0,
+        launch_id: str | None = None,
+        attempt: int = 0,
         check_snapshots: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -158,6 +164,7 @@ class Checkpointer:
             start_over=start_over,
             use_lock=storage is None,
             lock_wait_seconds=lock_wait_seconds,
+            launch=Launch(launch_id, attempt),
             process_group=process_group,
             rules=self._rules,
             options=self._options,

@@ -32,7 +32,8 @@ class OutputDirLock:
         output_dir: An existing local folder.
 
     Attributes:
-        previous: What the last holder wrote: ``host, pid, run_id, branch, time``; empty if unknown.
+        previous: What the last holder wrote: ``host, pid, run_id, branch, time, launch_id``; empty
+            if unknown.
     """
 
     def __init__(self, output_dir: str) -> None:
@@ -72,7 +73,7 @@ class OutputDirLock:
         self._fd = fd
         self.previous = _read(fd)
 
-    def write(self, *, run_id: str, branch: int, now: float) -> None:
+    def write(self, *, run_id: str, branch: int, now: float, launch_id: str | None = None) -> None:
         """Say who holds it."""
         if self._fd is None:
             return
@@ -82,6 +83,7 @@ class OutputDirLock:
             "run_id": run_id,
             "branch": branch,
             "time": now,
+            "launch_id": launch_id,
         }
         data = json.dumps(content).encode()
         os.ftruncate(self._fd, 0)

@@ -23,6 +23,37 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class Launch:
+    """What started the ranks of a run.
+
+    Attributes:
+        launch_id: Its name; None: nothing that restarts them.
+        attempt: How often it restarted them.
+    """
+
+    launch_id: str | None = None
+    attempt: int = 0
+
+    def is_going_on(self, previous: Mapping[str, Any], steps: Sequence[StepInfo]) -> bool:
+        """Whether an earlier attempt of this launch has opened the run, and a step is there.
+
+        Args:
+            previous: What the last holder of the lock wrote.
+            steps: What lies in output_dir.
+
+        Returns:
+            If so, ``resume`` and ``start_over`` have had their effect: to start over again at each
+            restart would throw away what was trained in between.
+        """
+        if not self.attempt or self.launch_id is None:
+            return False
+        return previous.get("launch_id") == self.launch_id and any(
+            info.is_complete and info.manifest and info.manifest.run_id == previous.get("run_id")
+            for info in steps
+        )
+
+
+@dataclass(frozen=True)
 class Opening:
     """How a run begins.
 
@@ -154,6 +185,7 @@ def open_run(
     *,
     lock: OutputDirLock | None,
     lock_wait_seconds: float,
+    launch: Launch,
     resume: Literal["auto", False] | str,
     start_over: bool,
     now: float,
@@ -164,6 +196,7 @@ def open_run(
         folder: The run's output_dir; made if it is absent.
         lock: Taken, and kept; None: no lock.
         lock_wait_seconds: How long to wait for the lock.
+        launch: What started the ranks.
         resume: See `decide_opening`.
         start_over: See `decide_opening`.
         now: Seconds since 1970.
@@ -177,16 +210,25 @@ def open_run(
         storage.sync_folder(posixpath.dirname(folder.path))
     if lock is not None:
         lock.acquire(wait_seconds=lock_wait_seconds)
+    previous: Mapping[str, Any] = lock.previous if lock is not None else {}
+    steps = folder.steps()
+    if launch.is_going_on(previous, steps):
+        resume, start_over = "auto", False
     opening = decide_opening(
         folder,
-        folder.steps(),
+        steps,
         resume=resume,
         start_over=start_over,
-        last_run_id=lock.previous.get("run_id") if lock is not None else None,
+        last_run_id=previous.get("run_id"),
         now=now,
     )
     if lock is not None:
-        lock.write(run_id=opening.run_id, branch=opening.branch, now=now)
+        lock.write(
+            run_id=opening.run_id,
+            branch=opening.branch,
+            now=now,
+            launch_id=launch.launch_id,
+        )
     steps = folder.steps()
     folder.recover(steps)
     path = opening.source.path if opening.source else None

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from legato.checkpoint.lifecycle import RunFolder
 from legato.checkpoint.lock import OutputDirLock
-from legato.checkpoint.opening import Opening, open_run, read_opening
+from legato.checkpoint.opening import Launch, Opening, open_run, read_opening
 from legato.checkpoint.records import StepInfo
 from legato.checkpoint.retention import Keeper, KeepRules
 from legato.checkpoint.saver import SaveOptions, Saver
@@ -55,6 +55,7 @@ def open_session(
     start_over: bool,
     use_lock: bool,
     lock_wait_seconds: float,
+    launch: Launch,
     process_group: dist.ProcessGroup | None,
     rules: KeepRules,
     options: SaveOptions,
@@ -68,6 +69,7 @@ def open_session(
         start_over: Move steps that are in the way.
         use_lock: Whether rank 0 locks the folder.
         lock_wait_seconds: How long it waits for the lock.
+        launch: What started the ranks.
         process_group: The ranks; None: a single process.
         rules: What to keep.
         options: How saving works.
@@ -86,6 +88,7 @@ def open_session(
             folder,
             lock=lock,
             lock_wait_seconds=lock_wait_seconds,
+            launch=launch,
             resume=resume,
             start_over=start_over,
             now=clock(),

@@ -27,8 +27,19 @@ class Change:
         return f"{self.key}: was {_shown(self.old)}, now {_shown(self.new)}"
 
 
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Change, ...]:
+    """Every key that has another value in ``new`` than in ``old``, both as JSON."""
+    return tuple(
+        Change(_dotted(path), was, value) for path, was, value in _differences((), old, new)
+    )
+
+
 def diff_on_resume(
-    old: Mapping[str, Any], new: RunConfig
+    old: Mapping[str, Any],
+    new: RunConfig,
+    *,
+    global_batch_size: int | None = None,
+    world_size: int = 1,
 ) -> tuple[tuple[Change, ...], tuple[Change, ...]]:
     """Compare the config that a run was started with to the one it is resumed with.
 
@@ -36,20 +47,30 @@ def diff_on_resume(
         old: The stored config: its YAML read back, or ``RunConfig.model_dump(mode="json")``. A key
             that it lacks had its default; a key that this version doesn't know is passed over.
         new: The config of this start.
+        global_batch_size: Rows of a step of the resumed run, over all its ranks; None: its config
+            says it.
+        world_size: Number of processes of this start.
 
     Returns:
         Changes that a run can't follow, and changes that it follows but that should be said. Keys
         that may change freely are in neither. ``batch_size`` and ``gradient_accumulation_steps``
-        are refused only if their product changed: the global batch belongs to the run.
+        are refused only if their product changed and doesn't give the run's global batch on this
+        many ranks. A recipe that trains the same weights on another number of devices is the same.
     """
     before, now = _with_defaults(old), new.model_dump(mode="json")
     refused: list[Change] = []
     warned: list[Change] = []
+    rows_per_rank = _rows_per_rank(now)
+    is_same_batch = (
+        rows_per_rank == _rows_per_rank(before) or rows_per_rank * world_size == global_batch_size
+    )
     for name in now:
-        if name in _BATCH_KEYS and _global_batch(before) == _global_batch(now):
+        if name in _BATCH_KEYS and is_same_batch:
+            continue
+        if name == "recipe" and _method(before[name]) == _method(now[name]):
             continue
         for path, was, value in _differences((name,), before[name], now[name]):
-            change = Change(".".join(str(part) for part in path), was, value)
+            change = Change(_dotted(path), was, value)
             on_resume = _on_resume(path)
             if on_resume == "refuse":
                 refused.append(change)
@@ -70,9 +91,17 @@ def _plain(value: Any) -> Any:
     return value.model_dump(mode="json") if hasattr(value, "model_dump") else value
 
 
-def _global_batch(values: Mapping[str, Any]) -> int:
+def _rows_per_rank(values: Mapping[str, Any]) -> int:
     batch_size, accumulation = (values[name] for name in _BATCH_KEYS)
     return cast("int", batch_size) * cast("int", accumulation)
+
+
+def _method(recipe: str) -> str:
+    return recipe.removesuffix("_single_device").removesuffix("_distributed")
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(str(part) for part in path)
 
 
 def _differences(path: Path, old: Any, new: Any) -> Iterator[tuple[Path, Any, Any]]:

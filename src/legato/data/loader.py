@@ -60,6 +60,12 @@ class Loader:
             so that a compiled model sees few shapes.
         fill_rows: Pad every micro-batch to exactly ``batch_size`` rows.
 
+    Attributes:
+        global_batch_size: Rows of one optimizer step over all ranks.
+        batch_size: Most rows of one micro-batch.
+        steps_per_epoch: Optimizer steps in one epoch.
+        rows_per_epoch: Rows that an epoch visits, repeated ones included.
+
     Raises:
         ConfigError: A size below 1, or a bucket list that the longest row doesn't fit in.
         DataError: No rows.
@@ -99,8 +105,8 @@ class Loader:
                 f"length_buckets end at {self._buckets[-1]}, but the longest row has {longest} "
                 "tokens"
             )
-        self._global_batch_size = global_batch_size
-        self._batch_size = batch_size
+        self.global_batch_size = global_batch_size
+        self.batch_size = batch_size
         self._pad_id = pad_id
         self._rank, self._world_size = rank, world_size
         self._fill_rows = fill_rows
@@ -109,6 +115,11 @@ class Loader:
             steps if max_steps_per_epoch is None else min(steps, max_steps_per_epoch)
         )
         self.rows_per_epoch = min(len(self._order), self.steps_per_epoch * global_batch_size)
+
+    @property
+    def micro_batches_per_step(self) -> int:
+        """Micro-batches that each rank runs in a full step."""
+        return math.ceil(math.ceil(self.global_batch_size / self._world_size) / self.batch_size)
 
     def epoch_of(self, step: int) -> int:
         """The epoch, from 0, that ``step`` (from 1) belongs to."""
@@ -120,14 +131,14 @@ class Loader:
             return 0
         epochs, steps = divmod(step, self.steps_per_epoch)
         return epochs * self.rows_per_epoch + min(
-            steps * self._global_batch_size, self.rows_per_epoch
+            steps * self.global_batch_size, self.rows_per_epoch
         )
 
     def step_rows(self, step: int) -> list[int]:
         """Indices into the data of the rows of ``step`` (from 1), over all ranks: f(seed, step)."""
-        first = ((step - 1) % self.steps_per_epoch) * self._global_batch_size
+        first = ((step - 1) % self.steps_per_epoch) * self.global_batch_size
         order = self._order.epoch(self.epoch_of(step))
-        return [int(i) for i in order[first : first + self._global_batch_size]]
+        return [int(i) for i in order[first : first + self.global_batch_size]]
 
     def micro_batches(self, step: int) -> list[Batch]:
         """This rank's part of ``step`` (from 1); the same number of batches on every rank."""
@@ -136,12 +147,12 @@ class Loader:
         mine = longest_first[self._rank :: self._world_size]
         most = math.ceil(len(rows) / self._world_size)
         return [
-            self._batch(mine[first : first + self._batch_size])
-            for first in range(0, most, self._batch_size)
+            self._batch(mine[first : first + self.batch_size])
+            for first in range(0, most, self.batch_size)
         ]
 
     def _batch(self, rows: list[int]) -> Batch:
-        num_rows = self._batch_size if self._fill_rows else max(1, len(rows))
+        num_rows = self.batch_size if self._fill_rows else max(1, len(rows))
         longest = max((int(self._data.lengths[i]) for i in rows), default=1)
         width = next((bucket for bucket in self._buckets if bucket >= longest), longest)
         input_ids = np.full((num_rows, width), self._pad_id, dtype=np.int64)

@@ -80,7 +80,7 @@ class World:
                 there already is used, and left as it is.
 
         Yields:
-            The world.
+            World: This process and the others.
 
         Raises:
             WorldError: The processes can't meet.

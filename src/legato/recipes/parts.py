@@ -34,7 +34,7 @@ from legato.data.chat import ChatFormatter
 from legato.data.formats import DatasetSpec
 from legato.data.loader import Loader
 from legato.data.samples import TokenizedData
-from legato.errors import ConfigError
+from legato.errors import ConfigError, DataError
 from legato.models.compile import compile_blocks
 from legato.models.load import find_model, load_model, load_tokenizer, model_facts, split_head
 from legato.models.names import named_weights
@@ -98,19 +98,22 @@ class RunParts:
     num_trainable_parameters: int
 
 
-def build_run_data(config: RunConfig, *, start_date: date, world: World) -> RunData:
+def build_run_data(
+    config: RunConfig, *, start_date: date, world: World, global_batch_size: int
+) -> RunData:
     """Read, tokenize and split the data.
 
     Args:
         config: The run.
         start_date: The day that chat templates write, of the run's first start.
         world: Who takes which rows.
+        global_batch_size: Rows of one optimizer step over all ranks.
 
     Returns:
         The data, ready to be dealt.
 
     Raises:
-        LegatoError: Data, template or tokenizer that can't be used.
+        LegatoError: Data, template or tokenizer that can't be used; fewer rows than ranks.
     """
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
     formatter = ChatFormatter(
@@ -138,6 +141,11 @@ def build_run_data(config: RunConfig, *, start_date: date, world: World) -> RunD
         )
     elif config.eval_datasets:
         held_out = read([dataset_spec(each) for each in config.eval_datasets])
+    if len(train) < world.world_size:
+        raise DataError(
+            f"{world.world_size} processes, but only {len(train)} rows to train on: some would "
+            f"never get one. Start at most {len(train)} processes."
+        )
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     buckets = compiled_lengths(train, held_out) if config.compile else None
     deal = partial(
@@ -150,17 +158,16 @@ def build_run_data(config: RunConfig, *, start_date: date, world: World) -> RunD
         length_buckets=buckets,
         fill_rows=bool(config.compile),
     )
-    per_micro_batch = config.batch_size * world.world_size
     return RunData(
         train=train,
         loader=deal(
             train,
-            global_batch_size=per_micro_batch * config.gradient_accumulation_steps,
+            global_batch_size=global_batch_size,
             max_steps_per_epoch=config.max_steps_per_epoch,
         ),
         eval_loader=None
         if held_out is None
-        else deal(held_out, global_batch_size=per_micro_batch, shuffle=False),
+        else deal(held_out, global_batch_size=config.batch_size * world.world_size, shuffle=False),
         tokenizer=tokenizer,
         chat_template=formatter.chat_template,
         max_seq_len=max_seq_len,
@@ -246,6 +253,7 @@ def _evaluation(
         head=head,
         device=world.device,
         should_stop=should_stop,
+        sum_over_ranks=world.sum_over_ranks,
     )
 
 

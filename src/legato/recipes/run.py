@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-from legato.checkpoint import Checkpointer, Committed, SaveRecord
+from legato.checkpoint import Checkpointer, SaveRecord
 from legato.checkpoint.parts import sort_parts
 from legato.checkpoint.space import checkpoint_bytes
-from legato.config.resume import diff_on_resume
 from legato.config.schema import RunConfig
-from legato.errors import ConfigError, ResumeError, StopRequested
-from legato.optim.schedule import learning_rate
+from legato.errors import ConfigError, StopRequested
+from legato.parallel.placement import find_placement
 from legato.parallel.world import World
 from legato.recipes.facts import introduce, start_facts
 from legato.recipes.parts import (
@@ -29,15 +28,34 @@ from legato.recipes.parts import (
     step_set,
     watched_metric,
 )
+from legato.recipes.plan import (
+    check_changes,
+    nothing_left,
+    num_saves,
+    plan_global_batch,
+    plan_total_steps,
+    rate_of,
+    read_state,
+    say_new_rate,
+)
+from legato.recipes.ranks import (
+    check_recipe,
+    check_same_config,
+    check_shared_storage,
+    is_distributed,
+)
 from legato.report.loggers import RunFacts, build_loggers
 from legato.report.metrics import MetricsLog
 from legato.report.progress import Progress
-from legato.report.report import RunReport
+from legato.report.report import RunReport, SilentReport
 from legato.report.start import StartFacts, human_bytes
 from legato.train.state import TrainState
-from legato.train.trainer import Intervals, Trainer
+from legato.train.trainer import Intervals, Reporter, Trainer
 
 logger = logging.getLogger(__name__)
+
+# A killed rank 0 may hold the lock of output_dir until its host has noticed.
+RESTART_LOCK_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -65,6 +83,9 @@ def run(
 ) -> RunResult:
     """Train as ``config`` says, or go on where an earlier call with it was ended.
 
+    Collective where the environment says that this process is one of several, as torchrun or srun
+    set it: every one calls it alike.
+
     Args:
         config: The run.
         config_name: What it is called; its file in output_dir and in each step folder.
@@ -79,46 +100,75 @@ def run(
         LegatoError: Anything that stands in the way; where possible before step 1.
         StopRequested: A signal ended the run, after a checkpoint.
     """
-    world = World.single(config.device)
-    with open_checkpointer(
-        config, config_name=config_name, config_yaml=config_yaml, start_over=start_over
-    ) as checkpointer:
-        state = TrainState(facts={"start_date": date.today().isoformat()})
-        if checkpointer.source is not None:
-            state.load_state_dict(read_state(checkpointer, checkpointer.source))
-            check_changes(state.facts["config"], config, accept=accept_changes)
-        start_date = date.fromisoformat(state.facts["start_date"])
-        data = build_run_data(config, start_date=start_date, world=world)
-        total_steps = plan_total_steps(config, data.loader.steps_per_epoch)
-        if checkpointer.source is not None:
-            say_new_rate(state, config, total_steps=total_steps)
-        last_step = min(total_steps, config.stop_after_step or total_steps)
-        if checkpointer.source is not None and state.step >= last_step:
-            logger.info(nothing_left(state.step, config, total_steps=total_steps))
-            return RunResult(output_dir=Path(config.output_dir), last_step=state.step)
-
-        parts = build_parts(config, data, world=world, state=state)
-        checkpointer.restore(parts.saved)
-        state.facts = {
-            "start_date": start_date.isoformat(),
-            "config": config.model_dump(mode="json"),
-            "total_steps": total_steps,
-        }
-        checkpointer.check_space(parts.saved, planned_saves=num_saves(config, state, last_step))
-        Path(config.output_dir, f"{config_name}.yaml").write_text(config_yaml, encoding="utf-8")
-        facts = start_facts(
+    check_recipe(config, find_placement(os.environ))
+    with World.join(config.device, distributed=is_distributed(config)) as world:
+        flags = {"--start-over": start_over, "--accept-changes": accept_changes}
+        check_same_config(config, world=world, flags=flags)
+        check_shared_storage(config.output_dir, world=world)
+        with open_checkpointer(
             config,
             config_name=config_name,
+            config_yaml=config_yaml,
+            start_over=start_over,
             world=world,
-            data=data,
-            parts=parts,
-            total_steps=total_steps,
-            checkpoint_bytes=checkpointer.checkpoint_bytes(parts.saved),
-            source=checkpointer.source.path if checkpointer.source else None,
-            resume_step=state.step,
-        )
+        ) as checkpointer:
+            return _run(
+                config,
+                checkpointer,
+                config_name=config_name,
+                config_yaml=config_yaml,
+                accept_changes=accept_changes,
+                world=world,
+            )
+
+
+def _run(
+    config: RunConfig,
+    checkpointer: Checkpointer,
+    *,
+    config_name: str,
+    config_yaml: str,
+    accept_changes: bool,
+    world: World,
+) -> RunResult:
+    state = TrainState(facts={"start_date": world.control.broadcast(date.today().isoformat())})
+    if checkpointer.source is not None:
+        state.load_state_dict(read_state(checkpointer, checkpointer.source))
+        check_changes(state.facts, config, world_size=world.world_size, accept=accept_changes)
+    global_batch = plan_global_batch(config, state.facts, world_size=world.world_size)
+    data = _build_data(config, state, global_batch=global_batch, world=world)
+    total_steps = plan_total_steps(config, data.loader.steps_per_epoch)
+    if checkpointer.source is not None:
+        say_new_rate(state, config, total_steps=total_steps)
+    last_step = min(total_steps, config.stop_after_step or total_steps)
+    if checkpointer.source is not None and state.step >= last_step:
+        logger.info(nothing_left(state.step, config, total_steps=total_steps))
+        return RunResult(output_dir=Path(config.output_dir), last_step=state.step)
+
+    parts = build_parts(config, data, world=world, state=state)
+    checkpointer.restore(parts.saved)
+    state.facts = {
+        "start_date": state.facts["start_date"],
+        "config": config.model_dump(mode="json"),
+        "total_steps": total_steps,
+        "global_batch_size": global_batch,
+    }
+    checkpointer.check_space(parts.saved, planned_saves=num_saves(config, state, last_step))
+    facts = start_facts(
+        config,
+        config_name=config_name,
+        world=world,
+        data=data,
+        parts=parts,
+        total_steps=total_steps,
+        checkpoint_bytes=checkpointer.checkpoint_bytes(parts.saved),
+        source=checkpointer.source.path if checkpointer.source else None,
+        resume_step=state.step,
+    )
+    if world.is_main:
+        Path(config.output_dir, f"{config_name}.yaml").write_text(config_yaml, encoding="utf-8")
         introduce(facts, data)
-        return _train(config, facts, data, parts, checkpointer, world=world)
+    return _train(config, facts, data, parts, checkpointer, world=world)
 
 
 def preflight(config: RunConfig, *, config_name: str) -> StartFacts:
@@ -134,24 +184,24 @@ def preflight(config: RunConfig, *, config_name: str) -> StartFacts:
     Raises:
         LegatoError: What would stand in the run's way.
     """
-    world = World.single(config.device)
-    today = date.today()
-    state = TrainState(facts={"start_date": today.isoformat()})
-    data = build_run_data(config, start_date=today, world=world)
-    total_steps = plan_total_steps(config, data.loader.steps_per_epoch)
-    parts = build_parts(config, data, world=world, state=state)
-    facts = start_facts(
-        config,
-        config_name=config_name,
-        world=world,
-        data=data,
-        parts=parts,
-        total_steps=total_steps,
-        checkpoint_bytes=checkpoint_bytes(
-            sort_parts(parts.saved), with_state=not config.save_only_model
-        ),
-    )
-    introduce(facts, data)
+    with World.join(config.device, distributed=is_distributed(config)) as world:
+        state = TrainState(facts={"start_date": date.today().isoformat()})
+        global_batch = plan_global_batch(config, {}, world_size=world.world_size)
+        data = _build_data(config, state, global_batch=global_batch, world=world)
+        total_steps = plan_total_steps(config, data.loader.steps_per_epoch)
+        parts = build_parts(config, data, world=world, state=state)
+        facts = start_facts(
+            config,
+            config_name=config_name,
+            world=world,
+            data=data,
+            parts=parts,
+            total_steps=total_steps,
+            checkpoint_bytes=checkpoint_bytes(
+                sort_parts(parts.saved), with_state=not config.save_only_model
+            ),
+        )
+        introduce(facts, data)
     if facts.free_bytes is not None and facts.free_bytes < facts.checkpoint_bytes:
         raise ConfigError(
             f"output_dir: {config.output_dir} has {human_bytes(facts.free_bytes)} free, one "
@@ -161,8 +211,20 @@ def preflight(config: RunConfig, *, config_name: str) -> StartFacts:
     return facts
 
 
+def _build_data(
+    config: RunConfig, state: TrainState, *, global_batch: int, world: World
+) -> RunData:
+    """Every rank reads for itself: a host that doesn't see model or data is named."""
+    start_date = date.fromisoformat(state.facts["start_date"])
+    return world.on_every_rank(
+        lambda: build_run_data(
+            config, start_date=start_date, world=world, global_batch_size=global_batch
+        )
+    )
+
+
 def open_checkpointer(
-    config: RunConfig, *, config_name: str, config_yaml: str, start_over: bool
+    config: RunConfig, *, config_name: str, config_yaml: str, start_over: bool, world: World
 ) -> Checkpointer:
     """Lock output_dir, clean up what a crash left, and find the step to resume from."""
     return Checkpointer(
@@ -182,125 +244,11 @@ def open_checkpointer(
         verify_on_load=config.verify_on_load,
         prune=config.prune,
         keep_last_n_states=config.keep_last_n_states,
+        process_group=world.group,
+        lock_wait_seconds=RESTART_LOCK_SECONDS if world.attempt else 0.0,
+        launch_id=world.launch_id,
+        attempt=world.attempt,
     )
-
-
-def read_state(checkpointer: Checkpointer, source: Committed) -> dict[str, Any]:
-    """What the run knew at ``source``.
-
-    Args:
-        checkpointer: The open run.
-        source: The step to resume from.
-
-    Returns:
-        The training state, as JSON values.
-
-    Raises:
-        ResumeError: The step holds no training state; ``.path``.
-    """
-    if stored := checkpointer.read_trainer_state(source):
-        return stored
-    raise ResumeError(
-        f"{source.path} holds a model and no training state (it was saved with save_only_model, or "
-        "keep_last_n_states took the state away): a run can't go on from it. Resume from a step "
-        f"with a state folder, or begin a new run with model={source.path} and another output_dir.",
-        path=source.path,
-    )
-
-
-def check_changes(before: Mapping[str, Any], config: RunConfig, *, accept: bool) -> None:
-    """Hold the config against the resumed run's.
-
-    Args:
-        before: The config that wrote the checkpoint, as JSON.
-        config: The one that is to go on.
-        accept: Only warn of what a run can't change.
-
-    Raises:
-        ResumeError: A field changed that a run can't change; ``.changes``.
-    """
-    refused, warned = diff_on_resume(dict(before), config)
-    for change in warned:
-        logger.warning("changed since the checkpoint: %s", change)
-    if not refused:
-        return
-    if accept:
-        for change in refused:
-            logger.warning("changed since the checkpoint, accepted: %s", change)
-        return
-    raise ResumeError(
-        f"{config.output_dir} holds a run with another config:\n  "
-        + "\n  ".join(str(change) for change in refused)
-        + "\nPut these back, add --accept-changes to go on all the same, or train anew with "
-        "another output_dir (or resume_from_checkpoint=false and --start-over).",
-        changes=[str(change) for change in refused],
-    )
-
-
-def plan_total_steps(config: RunConfig, steps_per_epoch: int) -> int:
-    """Whichever of ``epochs`` and ``max_steps`` comes first, in optimizer steps."""
-    by_epochs = None if config.epochs is None else config.epochs * steps_per_epoch
-    limits = [limit for limit in (by_epochs, config.max_steps) if limit is not None]
-    return min(limits)
-
-
-def rate_of(config: Mapping[str, Any], *, total_steps: int) -> partial[float]:
-    """The learning rate as a function of the step.
-
-    Args:
-        config: The run's config, as JSON.
-        total_steps: Last step of the run: the schedule's end, unless the config names another.
-
-    Returns:
-        ``step -> lr``.
-    """
-    schedule = config["lr_scheduler"]
-    return partial(
-        learning_rate,
-        name=schedule["name"],
-        peak=config["optimizer"]["lr"],
-        num_warmup_steps=schedule["num_warmup_steps"],
-        total_steps=schedule["num_training_steps"] or total_steps,
-    )
-
-
-def say_new_rate(state: TrainState, config: RunConfig, *, total_steps: int) -> None:
-    """Say what a changed length or schedule does to the learning rate of the next step."""
-    step = state.step + 1
-    old_total = state.facts["total_steps"]
-    old = rate_of(state.facts["config"], total_steps=old_total)(step)
-    new = rate_of(config.model_dump(mode="json"), total_steps=total_steps)(step)
-    if old != new:
-        logger.warning(
-            "the schedule was planned anew (%d steps before, %d now): lr at step %d: was %.3g, "
-            "now %.3g",
-            old_total,
-            total_steps,
-            step,
-            old,
-            new,
-        )
-
-
-def nothing_left(step: int, config: RunConfig, *, total_steps: int) -> str:
-    """What a finished run says when it is started again."""
-    if step >= total_steps:
-        return (
-            f"nothing left to do: {config.output_dir} has done step {step} of {total_steps}. "
-            "Set epochs or max_steps higher to go on."
-        )
-    return (
-        f"nothing left to do: stop_after_step={config.stop_after_step} and step {step} of "
-        f"{total_steps} is done. Set it higher to go on."
-    )
-
-
-def num_saves(config: RunConfig, state: TrainState, last_step: int) -> int:
-    """Checkpoints that are planned from here on, the final one included; time-based ones aren't."""
-    if config.save_every_n_train_steps is None:
-        return 1
-    steps = step_set(config.save_every_n_train_steps)
-    return 1 + sum(steps.due(step) for step in range(state.step + 1, last_step))
 
 
 def _train(
@@ -313,54 +261,70 @@ def _train(
     world: World,
 ) -> RunResult:
     state: TrainState = parts.saved["trainer"]
-    values = config.model_dump(mode="json")
+    with _reporting(config, facts, checkpointer, state=state, world=world) as reporter:
+        trainer = Trainer(
+            model=parts.model,
+            optimizer=parts.optimizer,
+            loader=data.loader,
+            learning_rate=rate_of(config.model_dump(mode="json"), total_steps=facts.total_steps),
+            checkpointer=checkpointer,
+            saved=parts.saved,
+            state=state,
+            total_steps=facts.total_steps,
+            intervals=Intervals(
+                evaluate=step_set(config.run_val_every_n_steps)
+                if config.run_val_every_n_steps is not None
+                else None,
+                log=step_set(config.log_every_n_steps),
+            ),
+            reporter=reporter,
+            world=world,
+            stop_after_step=config.stop_after_step,
+            evaluate=parts.evaluate,
+            watched=watched_metric(config),
+            clip_grad_norm=config.clip_grad_norm,
+            on_nonfinite=config.on_nonfinite,
+            seed=config.seed,
+        )
+        result = trainer.fit()
+    return RunResult(Path(config.output_dir), result.last_step, result.saves)
+
+
+@contextmanager
+def _reporting(
+    config: RunConfig,
+    facts: StartFacts,
+    checkpointer: Checkpointer,
+    *,
+    state: TrainState,
+    world: World,
+) -> Iterator[Reporter]:
+    """Rank 0 tells of the run: metrics, loggers, the bar. The other ranks are silent."""
+    if not world.is_main:
+        yield SilentReport()
+        return
     loggers = build_loggers(
         config.loggers,
         RunFacts(
             output_dir=Path(config.output_dir),
             name=facts.config_name,
             run_id=checkpointer.run_id,
-            config=values,
+            config=config.model_dump(mode="json"),
             resumed_step=state.step,
         ),
     )
     metrics = MetricsLog(Path(config.output_dir, "metrics.jsonl"), loggers=loggers)
     progress = Progress(total_steps=facts.total_steps, first_step=state.step)
-    trainer = Trainer(
-        model=parts.model,
-        optimizer=parts.optimizer,
-        loader=data.loader,
-        learning_rate=rate_of(values, total_steps=facts.total_steps),
-        checkpointer=checkpointer,
-        saved=parts.saved,
-        state=state,
-        total_steps=facts.total_steps,
-        stop_after_step=config.stop_after_step,
-        intervals=Intervals(
-            evaluate=step_set(config.run_val_every_n_steps)
-            if config.run_val_every_n_steps is not None
-            else None,
-            log=step_set(config.log_every_n_steps),
-        ),
-        reporter=RunReport(metrics=metrics, progress=progress, device=world.device),
-        evaluate=parts.evaluate,
-        watched=watched_metric(config),
-        clip_grad_norm=config.clip_grad_norm,
-        on_nonfinite=config.on_nonfinite,
-        seed=config.seed,
-        rank=world.rank,
-    )
     try:
         if facts.resumes_from is None:
             metrics.write("start", run_id=checkpointer.run_id, **vars(facts))
         else:
             metrics.write("resume", step=state.step, run_id=checkpointer.run_id, **vars(facts))
         with progress:
-            result = trainer.fit()
-        metrics.write("end", step=result.last_step)
+            yield RunReport(metrics=metrics, progress=progress, device=world.device)
+        metrics.write("end", step=state.step)
     except StopRequested as stop:
         metrics.write("stop", step=state.step, signal=stop.signal_number)
         raise
     finally:
         metrics.close()
-    return RunResult(Path(config.output_dir), result.last_step, result.saves)

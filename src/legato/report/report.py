@@ -85,3 +85,22 @@ class RunReport:
     def note(self, message: str) -> None:
         """Something the user should read."""
         self._progress.note(message)
+
+
+class SilentReport:
+    """The report of every rank but 0: one world, one log."""
+
+    def step(self, step: int, values: Mapping[str, Any], *, log: bool) -> None:
+        """A step is done."""
+
+    def evaluated(self, step: int, values: Mapping[str, Any]) -> None:
+        """An evaluation is done."""
+
+    def saving(self, step: int) -> None:
+        """A save began."""
+
+    def saved(self, record: SaveFacts) -> None:
+        """A save was committed, or failed."""
+
+    def note(self, message: str) -> None:
+        """Something the user should read."""

@@ -24,7 +24,7 @@ def evaluate(
     should_stop: Callable[[], bool] | None = None,
     sum_over_ranks: SumOverRanks | None = None,
 ) -> dict[str, float | int] | None:
-    """Mean loss per trained token over the first epoch of ``loader``.
+    """Mean loss per trained token over the first epoch of ``loader``. Collective on several ranks.
 
     Rows come in the loader's order (build it with ``shuffle=False``); batch size doesn't change
     the mean. The model is in evaluation mode meanwhile, and every module's mode and torch's random
@@ -36,7 +36,8 @@ def evaluate(
         decode: ``input_ids [B, T] -> hidden [B, T, D]``.
         head: ``hidden [N, D] -> logits [N, V]``.
         device: Where the model is.
-        should_stop: Asked between batches; true ends the evaluation early. Ranks must agree.
+        should_stop: Asked between batches; true ends the evaluation early. The
+            same on every rank.
         sum_over_ranks: Adds up numbers over all ranks; None: there is one rank.
 
     Returns:

@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -43,15 +44,25 @@ class StopSignals:
     Outside the main thread Python can't take signals: the trigger file works there, the process's
     own handlers stay.
 
+    On several ranks a signal to any of them, or the file that any of them watches, is one request
+    that all of them hear at the same step.
+
     Args:
         output_dir: Folder watched for the trigger file; None: no trigger file.
+        agree: Gives the largest of each number over all ranks; None: there is one rank.
     """
 
-    def __init__(self, output_dir: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        *,
+        agree: Callable[[Sequence[float]], list[float]] | None = None,
+    ) -> None:
         self._trigger = None if output_dir is None else Path(output_dir) / TRIGGER_FILE
         self._old_handlers: dict[int, Any] = {}
         self._save = False
         self._stop: int | None = None
+        self._agree = agree or list
         self._is_stop_said = False
         self._num_interrupts = 0
 
@@ -77,24 +88,27 @@ class StopSignals:
         self._old_handlers.clear()
 
     def poll(self) -> Request:
-        """Take what was asked for. A stop stays asked for, a save is answered once.
+        """Collective: take what was asked for. A stop stays asked for, a save is answered once.
 
         Returns:
             The request of this step boundary.
         """
-        save, self._save = self._save, False
-        save = self._take_trigger() or save
-        if self._stop is not None and not self._is_stop_said:
+        save = self._take_trigger()
+        if self._save:
+            save, self._save = True, False
+        # From here on only what is agreed on counts: this rank may hear a signal at any moment.
+        wants_save, stop = map(int, self._agree([float(save), float(self._stop or 0)]))
+        if stop and not self._is_stop_said:
             self._is_stop_said = True
             _log.warning(
                 "%s: saving a checkpoint, then stopping; a second Ctrl-C stops at once",
-                signal.Signals(self._stop).name,
+                signal.Signals(stop).name,
             )
-        return Request(save=save or self._stop is not None, stop=self._stop)
+        return Request(save=bool(wants_save or stop), stop=stop or None)
 
     def stop_requested(self) -> bool:
-        """Whether a stop was asked for; long work between steps asks this and ends early."""
-        return self._stop is not None
+        """Collective: whether a stop was asked for; long work between steps then ends early."""
+        return bool(self._agree([float(self._stop or 0)])[0])
 
     # Handlers only set flags: they run between any two bytecodes, where logging isn't safe.
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from legato.data.loader import Batch
 from legato.errors import DataError, ModelError, NonFiniteError
@@ -20,6 +22,7 @@ from legato.train.rng import seed_everything
 
 Decode = Callable[[Tensor], Tensor]
 SumOverRanks = Callable[[list[float]], list[float]]
+GatherOverRanks = Callable[[Any], list[Any]]
 
 # Stands for "the update" where a micro-batch's number is expected.
 _UPDATE = -1
@@ -35,6 +38,8 @@ class StepResult:
         num_loss_tokens: Trained tokens.
         num_tokens: Tokens without padding.
         skipped: No update was made, because something wasn't finite.
+        nonfinite_ids: The samples whose loss isn't finite; all of the step's if only the gradient
+            isn't; none when everything was finite.
     """
 
     loss: float
@@ -42,6 +47,7 @@ class StepResult:
     num_loss_tokens: int
     num_tokens: int
     skipped: bool = False
+    nonfinite_ids: tuple[str, ...] = ()
 
 
 def train_step(
@@ -59,9 +65,12 @@ def train_step(
     on_nonfinite: str = "stop",
     rank: int = 0,
     sum_over_ranks: SumOverRanks | None = None,
+    gather_over_ranks: GatherOverRanks | None = None,
+    device: torch.device | None = None,
+    set_gradient_sync: Callable[[bool], object] | None = None,
     before_update: Callable[[], object] | None = None,
 ) -> StepResult:
-    """Take one optimizer step over ``batches``.
+    """Take one optimizer step over ``batches``. Collective where there are several ranks.
 
     The loss is the sum of all token losses divided by the number of trained tokens of the whole
     step, over all micro-batches and ranks: how rows are cut into micro-batches doesn't change it.
@@ -81,6 +90,10 @@ def train_step(
         rank: This process's number.
         sum_over_ranks: Adds up numbers over all ranks; None: there is one rank. Gradients are
             then the caller's to add up (not to average).
+        gather_over_ranks: JSON values of all ranks, by rank; None: there is one rank.
+        device: Where the model computes; None: where its parameters are.
+        set_gradient_sync: Told before each micro-batch whether gradients are to be added up over
+            the ranks after it: only after the last one.
         before_update: Called when the update is certain, before anything is changed.
 
     Returns:
@@ -94,7 +107,7 @@ def train_step(
             ``.grad_norm``.
     """
     _check_parameters(optimizer, parameters)
-    device = next(iter(parameters.values())).device
+    device = device or next(iter(parameters.values())).device
     positions = [loss_positions(batch.trained) for batch in batches]
     counts = [float(sum(map(len, positions))), float(sum(batch.num_tokens for batch in batches))]
     num_loss_tokens, num_tokens = sum_over_ranks(counts) if sum_over_ranks else counts
@@ -104,14 +117,18 @@ def train_step(
     losses = []
     for number, (batch, at) in enumerate(zip(batches, positions, strict=True)):
         seed_everything(seed, step, number, rank)
+        if set_gradient_sync is not None:
+            set_gradient_sync(number == len(batches) - 1)
         loss = batch_loss(batch, at, decode=decode, head=head, device=device)
         (loss / num_loss_tokens).backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
 
     norm = _clip(parameters, clip_grad_norm)
     *sums, grad_norm = torch.stack([*losses, norm]).tolist()  # the step's one wait
-    total = sum_over_ranks([sum(sums)])[0] if sum_over_ranks else sum(sums)
-    is_finite = math.isfinite(total) and math.isfinite(grad_norm)
+    # Decided on what every rank knows: one that updates alone would wait for ever.
+    checked = [sum(sums), grad_norm]
+    total, norms = sum_over_ranks(checked) if sum_over_ranks else checked
+    is_finite = math.isfinite(total) and math.isfinite(norms)
     if is_finite:
         if before_update is not None:
             before_update()
@@ -128,9 +145,10 @@ def train_step(
         num_loss_tokens=int(num_loss_tokens),
         num_tokens=int(num_tokens),
         skipped=not is_finite,
+        nonfinite_ids=() if is_finite else _nonfinite_ids(batches, sums, gather_over_ranks),
     )
     if not is_finite and on_nonfinite == "stop":
-        raise _nonfinite_error(result, batches, sums, step=step)
+        raise _nonfinite_error(result, step=step)
     return result
 
 
@@ -195,19 +213,27 @@ def _clip(parameters: Mapping[str, nn.Parameter], clip_grad_norm: float | None) 
     # fp32 whatever the gradients are: get_total_norm would round the norm of bf16 ones to 8 bits.
     norms = torch._foreach_norm(gradients, 2.0, torch.float32)
     norm = torch.linalg.vector_norm(torch.stack(norms))
+    if isinstance(norm, DTensor):  # of shards: each rank knows its part
+        norm = norm.full_tensor()
     if clip_grad_norm is not None:
         torch.nn.utils.clip_grads_with_norm_(with_grad, clip_grad_norm, norm)
     return norm
 
 
-def _nonfinite_error(
-    result: StepResult, batches: Sequence[Batch], sums: list[float], *, step: int
-) -> NonFiniteError:
-    """Names the rows of the micro-batches whose loss isn't finite; all of them if each one is."""
-    broken = [
-        batch for batch, loss in zip(batches, sums, strict=True) if not math.isfinite(loss)
-    ] or batches
-    ids = tuple(sample_id for batch in broken for sample_id in batch.sample_ids)
+def _nonfinite_ids(
+    batches: Sequence[Batch], sums: list[float], gather_over_ranks: GatherOverRanks | None
+) -> tuple[str, ...]:
+    """Samples of the micro-batches whose loss isn't finite, on any rank; of all if each one is."""
+    found: list[list[str]] = [[], []]  # of broken micro-batches, of the others
+    for batch, loss in zip(batches, sums, strict=True):
+        found[math.isfinite(loss)].extend(batch.sample_ids)
+    by_rank = gather_over_ranks(found) if gather_over_ranks else [found]
+    broken = [sample_id for theirs, _ in by_rank for sample_id in theirs]
+    return tuple(broken or [sample_id for _, theirs in by_rank for sample_id in theirs])
+
+
+def _nonfinite_error(result: StepResult, *, step: int) -> NonFiniteError:
+    ids = result.nonfinite_ids
     shown = ", ".join(ids[:8]) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
     return NonFiniteError(
         f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}. No update was made. "

@@ -15,6 +15,7 @@ from torch import nn
 from legato.checkpoint import Checkpointer, PendingSave, SaveRecord
 from legato.data.loader import Batch, Loader
 from legato.errors import NonFiniteError, StopRequested
+from legato.parallel.world import World
 from legato.train.masters import Masters
 from legato.train.signals import StopSignals
 from legato.train.state import BestMetric, TrainState
@@ -35,6 +36,8 @@ class TrainableModel:
         parameters: Canonical name -> the tensor that the optimizer updates: the trainable
             parameter, or its fp32 master.
         masters: fp32 copies of lower-precision parameters; None when there are none.
+        set_gradient_sync: Told whether the next backward is to add gradients up over the ranks;
+            None: there is nothing to switch.
     """
 
     module: nn.Module
@@ -42,6 +45,7 @@ class TrainableModel:
     head: nn.Module
     parameters: Mapping[str, nn.Parameter]
     masters: Masters | None = None
+    set_gradient_sync: Callable[[bool], object] | None = None
 
 
 class StepSet(Protocol):
@@ -86,7 +90,7 @@ class WatchedMetric:
 
 
 class Reporter(Protocol):
-    """Who hears what happens: metrics file, loggers, progress bar."""
+    """Who hears what happens, on each rank: metrics file, loggers, progress bar."""
 
     def step(self, step: int, values: Mapping[str, float | int | None], *, log: bool) -> None:
         """A step is done; ``log`` says that it is one of the logged ones."""
@@ -129,15 +133,15 @@ class Trainer:
         saved: What a checkpoint holds, by name; ``saved["trainer"]`` is ``state``.
         state: Counters; already restored when resuming.
         total_steps: Last step of the run; evaluated whatever the interval.
-        stop_after_step: Last step of this process, when it is to end before the run does.
         intervals: When to evaluate and log.
         reporter: Who hears of it.
+        world: The ranks of the run.
+        stop_after_step: Last step of this process, when it is to end before the run does.
         evaluate: The evaluation; None: there is no evaluation data.
         watched: What ``best`` means.
         clip_grad_norm: Largest global gradient norm, L2; None: no clipping.
         on_nonfinite: ``stop`` or ``skip`` when a loss or gradient isn't finite.
         seed: Root of the derived random streams.
-        rank: This process's number.
     """
 
     def __init__(
@@ -153,13 +157,13 @@ class Trainer:
         total_steps: int,
         intervals: Intervals,
         reporter: Reporter,
+        world: World,
         stop_after_step: int | None = None,
         evaluate: Evaluate | None = None,
         watched: WatchedMetric | None = None,
         clip_grad_norm: float | None = 1.0,
         on_nonfinite: str = "stop",
         seed: int = 0,
-        rank: int = 0,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -177,12 +181,16 @@ class Trainer:
         self.clip_grad_norm = clip_grad_norm
         self.on_nonfinite = on_nonfinite
         self.seed = seed
-        self.rank = rank
+        self.world = world
         self._saves: list[SaveRecord] = []
-        self._signals = StopSignals(checkpointer.output_dir)
+        self._signals = StopSignals(
+            checkpointer.output_dir if world.is_main else None, agree=world.agree
+        )
 
     def fit(self) -> FitResult:
         """Train to the last step, save there, and wait until that checkpoint is on disk.
+
+        Collective: every rank takes the same steps.
 
         Returns:
             What happened.
@@ -203,7 +211,7 @@ class Trainer:
                     began = time.perf_counter()
                     batches = self.loader.micro_batches(step)
                     result = self._train_step(step, batches)
-                    self._count(batches, result)
+                    self._count(result)
                     self._report_step(step, result, seconds=time.perf_counter() - began)
 
                     metrics = self._evaluate_if_due(step)
@@ -235,12 +243,16 @@ class Trainer:
             on_nonfinite=self.on_nonfinite,
             seed=self.seed,
             step=step,
-            rank=self.rank,
+            rank=self.world.rank,
+            sum_over_ranks=self.world.sum_over_ranks,
+            gather_over_ranks=self.world.gather,
+            device=self.world.device,
+            set_gradient_sync=self.model.set_gradient_sync,
             # The snapshot of the last save must be complete before weights change.
             before_update=self.checkpointer.wait_staged,
         )
 
-    def _count(self, batches: list[Batch], result: StepResult) -> None:
+    def _count(self, result: StepResult) -> None:
         self.state.advance(
             rows=len(self.loader.step_rows(self.state.step + 1)),
             tokens=result.num_tokens,
@@ -248,10 +260,9 @@ class Trainer:
             loss_tokens=0 if result.skipped else result.num_loss_tokens,
         )
         if result.skipped:
-            ids = [sample_id for batch in batches for sample_id in batch.sample_ids]
             self.reporter.note(
                 f"step {self.state.step}: loss {result.loss}, gradient norm {result.grad_norm}: "
-                f"no update was made; samples {', '.join(ids[:8])}"
+                f"no update was made; samples {', '.join(result.nonfinite_ids[:8])}"
             )
 
     def _report_step(self, step: int, result: StepResult, *, seconds: float) -> None:

@@ -1,0 +1,172 @@
+"""What a config, and the checkpoint it resumes from, make of a run: length, batches, rate."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from legato.checkpoint import Checkpointer, Committed
+from legato.config.resume import diff_on_resume
+from legato.config.schema import RunConfig
+from legato.errors import ResumeError
+from legato.optim.schedule import learning_rate
+from legato.recipes.parts import step_set
+from legato.train.state import TrainState
+
+logger = logging.getLogger(__name__)
+
+
+def plan_global_batch(config: RunConfig, facts: Mapping[str, Any], *, world_size: int) -> int:
+    """Rows of one optimizer step over all ranks. They belong to the run, not to its processes.
+
+    Args:
+        config: The config of this start.
+        facts: The resumed run's, as its checkpoint has them; without a config: a fresh start.
+        world_size: Number of processes now.
+
+    Returns:
+        What the run was started with, on however many processes; the config's own product at a
+        fresh start, or where it was changed to another one and that was accepted.
+    """
+    rows_per_rank = config.batch_size * config.gradient_accumulation_steps
+    before = facts.get("config")
+    if before is None:
+        return rows_per_rank * world_size
+    if before["batch_size"] * before["gradient_accumulation_steps"] != rows_per_rank:
+        return rows_per_rank * world_size
+    return stored_global_batch(facts)
+
+
+def stored_global_batch(facts: Mapping[str, Any]) -> int:
+    """The global batch of a checkpoint; one that doesn't say was written by a single process."""
+    config = facts["config"]
+    rows = config["batch_size"] * config["gradient_accumulation_steps"]
+    return int(facts.get("global_batch_size", rows))
+
+
+def read_state(checkpointer: Checkpointer, source: Committed) -> dict[str, Any]:
+    """What the run knew at ``source``.
+
+    Args:
+        checkpointer: The open run.
+        source: The step to resume from.
+
+    Returns:
+        The training state, as JSON values.
+
+    Raises:
+        ResumeError: The step holds no training state; ``.path``.
+    """
+    if stored := checkpointer.read_trainer_state(source):
+        return stored
+    raise ResumeError(
+        f"{source.path} holds a model and no training state (it was saved with save_only_model, or "
+        "keep_last_n_states took the state away): a run can't go on from it. Resume from a step "
+        f"with a state folder, or begin a new run with model={source.path} and another output_dir.",
+        path=source.path,
+    )
+
+
+def check_changes(
+    facts: Mapping[str, Any], config: RunConfig, *, world_size: int, accept: bool
+) -> None:
+    """Hold the config against the resumed run's.
+
+    Args:
+        facts: What the checkpoint has of the run: its config as JSON, its global batch.
+        config: The one that is to go on.
+        world_size: Number of processes now.
+        accept: Only warn of what a run can't change.
+
+    Raises:
+        ResumeError: A field changed that a run can't change; ``.changes``.
+    """
+    refused, warned = diff_on_resume(
+        facts["config"],
+        config,
+        global_batch_size=stored_global_batch(facts),
+        world_size=world_size,
+    )
+    for change in warned:
+        logger.warning("changed since the checkpoint: %s", change)
+    if not refused:
+        return
+    if accept:
+        for change in refused:
+            logger.warning("changed since the checkpoint, accepted: %s", change)
+        return
+    raise ResumeError(
+        f"{config.output_dir} holds a run with another config:\n  "
+        + "\n  ".join(str(change) for change in refused)
+        + "\nPut these back, add --accept-changes to go on all the same, or train anew with "
+        "another output_dir (or resume_from_checkpoint=false and --start-over).",
+        changes=[str(change) for change in refused],
+    )
+
+
+def plan_total_steps(config: RunConfig, steps_per_epoch: int) -> int:
+    """Whichever of ``epochs`` and ``max_steps`` comes first, in optimizer steps."""
+    by_epochs = None if config.epochs is None else config.epochs * steps_per_epoch
+    limits = [limit for limit in (by_epochs, config.max_steps) if limit is not None]
+    return min(limits)
+
+
+def rate_of(config: Mapping[str, Any], *, total_steps: int) -> partial[float]:
+    """The learning rate as a function of the step.
+
+    Args:
+        config: The run's config, as JSON.
+        total_steps: Last step of the run: the schedule's end, unless the config names another.
+
+    Returns:
+        ``step -> lr``.
+    """
+    schedule = config["lr_scheduler"]
+    return partial(
+        learning_rate,
+        name=schedule["name"],
+        peak=config["optimizer"]["lr"],
+        num_warmup_steps=schedule["num_warmup_steps"],
+        total_steps=schedule["num_training_steps"] or total_steps,
+    )
+
+
+def say_new_rate(state: TrainState, config: RunConfig, *, total_steps: int) -> None:
+    """Say what a changed length or schedule does to the learning rate of the next step."""
+    step = state.step + 1
+    old_total = state.facts["total_steps"]
+    old = rate_of(state.facts["config"], total_steps=old_total)(step)
+    new = rate_of(config.model_dump(mode="json"), total_steps=total_steps)(step)
+    if old != new:
+        logger.warning(
+            "the schedule was planned anew (%d steps before, %d now): lr at step %d: was %.3g, "
+            "now %.3g",
+            old_total,
+            total_steps,
+            step,
+            old,
+            new,
+        )
+
+
+def nothing_left(step: int, config: RunConfig, *, total_steps: int) -> str:
+    """What a finished run says when it is started again."""
+    if step >= total_steps:
+        return (
+            f"nothing left to do: {config.output_dir} has done step {step} of {total_steps}. "
+            "Set epochs or max_steps higher to go on."
+        )
+    return (
+        f"nothing left to do: stop_after_step={config.stop_after_step} and step {step} of "
+        f"{total_steps} is done. Set it higher to go on."
+    )
+
+
+def num_saves(config: RunConfig, state: TrainState, last_step: int) -> int:
+    """Checkpoints that are planned from here on, the final one included; time-based ones aren't."""
+    if config.save_every_n_train_steps is None:
+        return 1
+    steps = step_set(config.save_every_n_train_steps)
+    return 1 + sum(steps.due(step) for step in range(state.step + 1, last_step))

@@ -1,0 +1,97 @@
+"""What several processes of one run must have in common, held before anything is built."""
+
+from __future__ import annotations
+
+import socket
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+from legato.config.resume import differences
+from legato.config.schema import RunConfig
+from legato.errors import ConfigError
+from legato.parallel.placement import Placement
+from legato.parallel.world import World
+
+
+def is_distributed(config: RunConfig) -> bool:
+    """Whether the recipe trains on several processes."""
+    return config.recipe.endswith("_distributed")
+
+
+def check_recipe(config: RunConfig, placement: Placement | None) -> None:
+    """Refuse several processes that would each train the same model for themselves.
+
+    Args:
+        config: The run.
+        placement: Which process of how many this is; None: it is alone.
+
+    Raises:
+        ConfigError: A recipe for one device, and more than one process.
+    """
+    if placement is not None and placement.world_size > 1 and not is_distributed(config):
+        other = config.recipe.replace("_single_device", "_distributed")
+        raise ConfigError(
+            f"recipe: {config.recipe} trains on one device, and {placement.world_size} processes "
+            f"were started. Use recipe: {other}, or start one process."
+        )
+
+
+def check_same_config(config: RunConfig, *, world: World, flags: Mapping[str, bool]) -> None:
+    """Collective: refuse ranks that were started with different configs.
+
+    Args:
+        config: This rank's.
+        world: The ranks.
+        flags: What else was asked for on the command line.
+
+    Raises:
+        ConfigError: Two ranks differ; names the keys, on every rank.
+    """
+    main, *others = world.gather(config.model_dump(mode="json") | dict(flags))
+    problems = [
+        f"{change.key}: {change.old} on rank 0, {change.new} on rank {rank}"
+        for rank, other in enumerate(others, 1)
+        for change in differences(main, other)
+    ]
+    if problems:
+        raise ConfigError(
+            [
+                "the ranks were started with different configs; start them with one command",
+                *problems,
+            ]
+        )
+
+
+def check_shared_storage(output_dir: str, *, world: World) -> None:
+    """Collective: make output_dir, and see that what rank 0 writes there is there for all.
+
+    Args:
+        output_dir: The run's folder.
+        world: The ranks.
+
+    Raises:
+        ConfigError: Another host doesn't see it; names host and rank, on every rank.
+    """
+    if world.world_size == 1:
+        return
+    token = world.control.broadcast(uuid.uuid4().hex)
+    place = Path(output_dir, f".seen-{token}")
+    host = socket.gethostname()
+
+    def write() -> None:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(token)
+
+    world.on_every_rank(write if world.is_main else lambda: None)
+    seen = world.gather([host, place.is_file() and place.read_text() == token])
+    if world.is_main:
+        place.unlink()
+    blind = [(rank, where) for rank, (where, sees) in enumerate(seen) if not sees]
+    if blind:
+        rank, where = blind[0]
+        raise ConfigError(
+            f"output_dir: {place.parent.absolute()} on host {where} (rank {rank}) isn't the folder "
+            f"that host {seen[0][0]} (rank 0) writes to. Choose a folder on a file system that all "
+            "hosts mount: every rank writes its part of a checkpoint there."
+        )
