@@ -12,7 +12,8 @@ from rich.console import Console
 from legato.config.schema import RunConfig
 from legato.data.show import marked_sample
 from legato.parallel.world import World
-from legato.recipes.parts import RunData, RunParts
+from legato.recipes.data import RunData
+from legato.recipes.parts import RunParts
 from legato.report.start import StartFacts, start_block
 
 logger = logging.getLogger(__name__)

@@ -17,12 +17,11 @@ from legato.config.schema import RunConfig
 from legato.errors import ConfigError, StopRequested
 from legato.parallel.placement import find_placement
 from legato.parallel.world import World
+from legato.recipes.data import RunData, build_run_data
 from legato.recipes.facts import introduce, start_facts
 from legato.recipes.parts import (
-    RunData,
     RunParts,
     build_parts,
-    build_run_data,
     keep_policy,
     save_policy,
     step_set,
