@@ -79,7 +79,7 @@ def test_every_key_of_the_schema_that_works_is_in_the_features_table() -> None:
 def test_no_feature_of_the_table_waits_for_a_later_version() -> None:
     # recipe, attention and compile are refused for some of their values only.
     named = {key for row in features() for key in row.keys}
-    assert named & set(LATER) == {"recipe", "attention", "compile"}
+    assert named & set(LATER) <= {"recipe", "attention", "compile"}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
