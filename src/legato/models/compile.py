@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from legato.errors import CompileError
-from legato.models.wrap import decoder_blocks
+from legato.models.blocks import decoder_blocks
 
 logger = logging.getLogger(__name__)
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -102,7 +103,9 @@ def split_head(model: nn.Module) -> tuple[Decoder, Head]:
     decode = Decoder(decoder)
     factor, softcap = _scaling(causal.config.get_text_config())
     head = Head(projection, factor=factor, softcap=softcap)
-    _probe(causal, decode, head)
+    # On the meta device there is nothing to compute with: the caller checks when weights are there.
+    if causal.get_input_embeddings().weight.device.type != "meta":
+        check_halves(causal, decode, head)
     return decode, head
 
 
@@ -119,24 +122,31 @@ def _scaling(config: Any) -> tuple[float, float | None]:
 
 
 @torch.no_grad()
-def _probe(model: Any, decode: Decoder, head: Head) -> None:
-    """Compare the halves with the whole on a short input; raises where they differ."""
+def check_halves(model: Any, decode: Callable[..., torch.Tensor], head: nn.Module) -> None:
+    """Compare the halves with the whole on a short input. Collective if the model is sharded.
+
+    Args:
+        model: The whole model, or an adapter's model around it.
+        decode: Its decoder.
+        head: Its head.
+
+    Raises:
+        UnsupportedModelError: Their logits differ; ``.architecture``, ``.difference``.
+    """
     vocab_size = model.get_input_embeddings().weight.shape[0]
     device = model.get_input_embeddings().weight.device
-    if device.type == "meta":
-        return  # nothing to compute with: the caller loads weights later
     input_ids = (torch.arange(16, device=device) * 7 % vocab_size).view(2, 8)
     was_training = model.training
     model.eval()  # dropout would make any two calls differ
     try:
-        whole: torch.Tensor = model(input_ids=input_ids, use_cache=False).logits.float()
-        halves: torch.Tensor = head(decode(input_ids).flatten(0, 1)).view_as(whole).float()
+        whole: torch.Tensor = model(input_ids=input_ids, use_cache=False).logits
+        halves: torch.Tensor = head(decode(input_ids).flatten(0, 1)).view_as(whole)
     finally:
         model.train(was_training)
     # The same operations on rows in another order: equal up to the rounding of the model's dtype.
-    exact = next(model.parameters()).dtype in (torch.float32, torch.float64)
-    tolerance = (1e-4 if exact else 3e-2) * max(1.0, whole.abs().max().item())
-    difference = (whole - halves).abs().max().item()
+    exact = whole.dtype in (torch.float32, torch.float64)
+    tolerance = (1e-4 if exact else 3e-2) * max(1.0, whole.float().abs().max().item())
+    difference = (whole.float() - halves.float()).abs().max().item()
     if not difference <= tolerance:  # also when it is NaN
         architecture = type(model).__name__
         raise UnsupportedModelError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,18 +10,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from legato.errors import ConfigError, MissingDependencyError, ModelError, UnsupportedModelError
+from legato.hf_folder import FolderReader
 from legato.models.facts import ModelFacts, model_facts
 from legato.models.folder import ModelFolder, find_model, read_config, weight_files
 from legato.models.head import split_head
+from legato.models.meta import MetaModel, parameters_on_meta, report_differences
 from legato.models.quiet import silence_known_noise, without_weight_bars
+from legato.storage import LocalStorage
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import (
+        GenerationConfig,
+        PreTrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+    )
 
 __all__ = [
     "ModelFacts",
     "build_empty_model",
     "find_model",
+    "load_meta_model",
     "load_model",
     "load_tokenizer",
     "model_facts",
@@ -91,6 +99,53 @@ def load_model(
     model.to(torch.device(device))
     model.train()
     return model
+
+
+def load_meta_model(
+    name_or_path: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    attention: str = "auto",
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+) -> MetaModel:
+    """The model that :func:`load_model` loads, without its weights: each rank reads its part later.
+
+    Args:
+        name_or_path: A Hugging Face folder, or a hub id.
+        dtype: Dtype of the parameters, whatever the files hold.
+        device: Where it is going to compute.
+        attention: As in :func:`load_model`.
+        trust_remote_code: Run code that lies in the model's folder.
+        revision: A hub branch, tag or commit; only for hub ids.
+
+    Returns:
+        The model in training mode, with its cache switched off, and its open files.
+
+    Raises:
+        LegatoError: As :func:`load_model`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    silence_known_noise()
+    folder = find_model(str(name_or_path), revision=revision)
+    config = _load_config(folder, trust_remote_code=trust_remote_code)
+    weight_files(folder.path)
+    _check_file_keys(config, path=folder.path, trust_remote_code=trust_remote_code)
+    with parameters_on_meta():
+        model = AutoModelForCausalLM.from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=_attention(attention, device=torch.device(device)),
+            trust_remote_code=trust_remote_code,
+        )
+    model.tie_weights()
+    if model.can_generate():
+        model.generation_config = _generation_config(folder.path) or model.generation_config
+    model.config.use_cache = False
+    model.train()
+    return MetaModel(model, FolderReader(LocalStorage(), str(folder.path)), dtype)
 
 
 def load_tokenizer(
@@ -175,6 +230,14 @@ def _load_config(folder: ModelFolder, *, trust_remote_code: bool) -> PreTrainedC
         ) from error
 
 
+def _generation_config(path: Path) -> GenerationConfig | None:
+    from transformers import GenerationConfig
+
+    if not (path / "generation_config.json").is_file():
+        return None
+    return GenerationConfig.from_pretrained(path)
+
+
 def _attention(attention: str, *, device: torch.device) -> str | None:
     """What transformers calls an attention, or an error that says why it can't be had."""
     if attention == "auto":
@@ -234,34 +297,13 @@ def _check_file_keys(config: PreTrainedConfig, *, path: Path, trust_remote_code:
 
 def _check_report(report: dict[str, Any], *, path: Path) -> None:
     """Raise when files and model don't hold exactly the same tensors."""
-    missing = sorted(report["missing_keys"])
-    unexpected = sorted(report["unexpected_keys"])
-    mismatched = sorted(tuple(entry) for entry in report["mismatched_keys"])
-    problems = []
-    if missing:
-        problems.append(f"{_first_three(missing)} of the model isn't in the files")
-    if unexpected:
-        problems.append(f"{_first_three(unexpected)} of the files isn't in the model")
-    if mismatched:
-        shapes = [f"{e[0]} {tuple(e[1])} in the files, {tuple(e[2])} by config" for e in mismatched]
-        problems.append(f"other shape: {_first_three(shapes)}")
-    if problems:
-        raise ModelError(
-            f"{path}: the weights don't fit config.json. "
-            + "; ".join(problems)
-            + ". Is it a checkpoint of another kind, or was a file replaced?",
-            path=str(path),
-            missing=missing,
-            unexpected=unexpected,
-            mismatched=mismatched,
-        )
+    report_differences(
+        str(path),
+        missing=sorted(report["missing_keys"]),
+        unexpected=sorted(report["unexpected_keys"]),
+        mismatched=sorted(tuple(entry) for entry in report["mismatched_keys"]),
+    )
 
 
 def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
-def _first_three(items: Iterable[str]) -> str:
-    items = list(items)
-    more = f" and {len(items) - 3} more" if len(items) > 3 else ""
-    return ", ".join(items[:3]) + more

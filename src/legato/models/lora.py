@@ -15,6 +15,7 @@ from torch import nn
 
 from legato.errors import ConfigError, ModelError, ModelNotFoundError
 from legato.models.folder import find_model, weight_files, weights_digest
+from legato.models.meta import weights_stand_in
 from legato.models.names import named_weights
 from legato.models.quiet import silence_known_noise
 
@@ -61,7 +62,7 @@ def attach_lora(
     or compiles the model.
 
     Args:
-        model: A causal language model of transformers.
+        model: A causal language model of transformers; its weights may still be on the meta device.
         lora_rank: Width of the update, in features; >= 1.
         lora_alpha: Unitless strength: the update is scaled by ``lora_alpha / lora_rank``, or by
             ``lora_alpha / sqrt(lora_rank)`` with ``use_rslora``.
@@ -76,7 +77,8 @@ def attach_lora(
         seed: Seed of the adapter's first values. The global random state is left as it was.
 
     Returns:
-        The adapter, in the dtype and on the device of the base.
+        The adapter, in the dtype and on the device of the base; on the CPU when that is the meta
+        device, with the values that it has beside real weights.
 
     Raises:
         ConfigError: A target that matches no layer; the message lists what there is.
@@ -98,7 +100,7 @@ def attach_lora(
         bias="none",
         task_type="CAUSAL_LM",
     )
-    with _own_random_state(model, seed):
+    with _own_random_state(model, seed), weights_stand_in(model):
         # The adapter stays in the base's dtype; fp32 masters are the trainer's.
         peft_model = get_peft_model(model, config, autocast_adapter_dtype=False)
     base = _describe_base(str(base_name), base_revision)
@@ -110,6 +112,31 @@ def attach_lora(
         keys=adapter_file_keys(peft_model),
         files={"adapter_config.json": adapter_config_bytes(config), BASE_FILE: _json_bytes(base)},
     )
+
+
+@torch.no_grad()
+def fill_magnitudes(model: nn.Module) -> None:
+    """Give the magnitudes of a fresh DoRA their first values: the norms of the base's weights.
+
+    For a base whose weights came after its adapter. Collective if the model is sharded.
+
+    Args:
+        model: PEFT's model; ``B`` is still zero.
+    """
+    from peft.tuners.lora import LoraLayer
+    from torch.distributed.tensor import DTensor
+
+    for layer in model.modules():
+        if not isinstance(layer, LoraLayer):
+            continue
+        for magnitude in layer.lora_magnitude_vector.values():
+            weight = layer.get_base_layer().weight
+            # The norm of each row; PEFT's own layout for weights that are kept transposed.
+            norms = torch.linalg.norm(weight.T if magnitude.fan_in_fan_out else weight, dim=1)
+            if isinstance(norms, DTensor):
+                target = magnitude.weight
+                norms = norms.redistribute(target.device_mesh, target.placements)
+            magnitude.weight.copy_(norms.view_as(magnitude.weight))
 
 
 def _checked_targets(model: nn.Module, targets: str | Sequence[str]) -> str | list[str]:

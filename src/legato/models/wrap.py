@@ -1,46 +1,52 @@
-"""What is done to a model's blocks before training: activation checkpointing, compilation."""
+"""What is done to a loaded model before training, and in which order."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from legato.errors import ConfigError, UnsupportedModelError
+from legato.errors import ConfigError
+from legato.models.blocks import decoder_blocks
+from legato.models.compile import compile_blocks
+from legato.models.shard import Sharding, shard_model
 
 logger = logging.getLogger(__name__)
 
 
-def decoder_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The repeated layers of a model, in order: what is checkpointed, compiled and sharded each.
+def wrap_model(
+    model: nn.Module,
+    *,
+    checkpoint_every: int = 0,
+    compile_options: Mapping[str, Any] | None = None,
+    sharding: Sharding | None = None,
+) -> None:
+    """Checkpoint, compile and shard a model's blocks, in this order, in place.
+
+    Sharding comes last: its hooks gather a block's weights before the block runs, and again before
+    a checkpointed block runs a second time.
 
     Args:
-        model: A causal language model of transformers, with or without an adapter.
-
-    Returns:
-        Name -> block.
+        model: The model, an adapter already attached. With ``sharding`` its weights may still be on
+            the meta device.
+        checkpoint_every: Activation checkpointing of every n-th block; 0: none.
+        compile_options: Of :func:`compile_blocks`; None: nothing is compiled.
+        sharding: How its weights are spread over ranks; None: each rank holds all of them.
+            Collective then.
 
     Raises:
-        UnsupportedModelError: The model has no such layers; ``.architecture``.
+        UnsupportedModelError: The model has no blocks that can be told apart.
     """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    blocks: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        inside = any(name.startswith(f"{block}.") for block in blocks)
-        if isinstance(module, GradientCheckpointingLayer) and not inside:
-            blocks[name] = module
-    if not blocks:
-        architecture = type(model).__name__
-        raise UnsupportedModelError(
-            f"{architecture}: its decoder layers can't be told apart from the rest (they aren't "
-            "transformers' GradientCheckpointingLayer). Switch off compile and "
-            "enable_activation_checkpointing for it.",
-            architecture=architecture,
-        )
-    return blocks
+    if checkpoint_every:
+        apply_activation_checkpointing(model, every=checkpoint_every)
+    if compile_options is not None:
+        compile_blocks(model, **compile_options)
+    if sharding is not None:
+        shard_model(model, sharding)
 
 
 def apply_activation_checkpointing(model: nn.Module, *, every: int = 1) -> int:

@@ -5,9 +5,10 @@ import torch
 from torch import nn
 
 from legato.errors import ConfigError, UnsupportedModelError
+from legato.models.blocks import decoder_blocks
 from legato.models.lora import attach_lora
 from legato.models.names import named_weights
-from legato.models.wrap import apply_activation_checkpointing, decoder_blocks
+from legato.models.wrap import apply_activation_checkpointing
 from tests.helpers import families
 
 INPUT_IDS = torch.arange(3, 15).view(2, 6)
