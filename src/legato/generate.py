@@ -1,18 +1,18 @@
-"""Sample from a model: batches of prompts to texts."""
+"""Sample from a model: batches of prompts to texts, or one answer word by word."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from legato.errors import ModelError, ModelNotFoundError
-from legato.models.folder import find_model, read_config, weight_files, weights_digest
+from legato.errors import ModelError
+from legato.models.adapter import file_dtype, is_adapter, load_adapter
+from legato.models.folder import find_model
 from legato.models.load import load_model, load_tokenizer
-from legato.models.lora import BASE_FILE
 from legato.models.quiet import silence_known_noise
 
 Prompt = str | Sequence[Mapping[str, Any]]
@@ -40,18 +40,17 @@ def load_for_generation(
         ModelError: Not a model, not an adapter, or an adapter for another base; ``.path``.
     """
     silence_known_noise()
-    folder = find_model(str(path)).path
+    folder = tokenizer_folder = find_model(str(path)).path
     options: dict[str, Any] = {"device": device, "trust_remote_code": trust_remote_code}
-    if (folder / "config.json").is_file() or not (folder / "adapter_config.json").is_file():
-        dtype = dtype or _dtype_of(read_config(folder))
-        model: Any = load_model(folder, dtype=dtype, **options)
-        tokenizer_from: str | Path = folder
+    if is_adapter(folder):
+        adapter = load_adapter(folder, dtype=dtype, **options)
+        model = adapter.model
+        if not (folder / "tokenizer_config.json").is_file():
+            tokenizer_folder = adapter.base.path
     else:
-        model, base = _load_adapter(folder, dtype=dtype, options=options)
-        tokenizer_from = folder if (folder / "tokenizer_config.json").is_file() else base
+        model = load_model(folder, dtype=dtype or file_dtype(folder), **options)
     model.eval()
-    tokenizer = load_tokenizer(tokenizer_from, trust_remote_code=trust_remote_code)
-    return model, tokenizer
+    return model, load_tokenizer(tokenizer_folder, trust_remote_code=trust_remote_code)
 
 
 def generate_batch(
@@ -90,9 +89,66 @@ def generate_batch(
     options = _generate_options(model, tokenizer, max_new_tokens, temperature)
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     answers: dict[int, str] = {}
+    with _generating(model, seed=seed):
+        for start in range(0, len(order), batch_size):
+            chosen = order[start : start + batch_size]
+            texts = _answer(model, tokenizer, [rows[i] for i in chosen], options)
+            answers.update(zip(chosen, texts, strict=True))
+    return [answers[i] for i in range(len(rows))]
+
+
+def stream_answer(
+    model: Any,
+    tokenizer: Any,
+    prompt: Prompt,
+    *,
+    on_text: Callable[[str], None],
+    max_new_tokens: int = 512,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> str:
+    """Answer one prompt, and hand the answer out while it is made.
+
+    Args:
+        model: A causal language model of transformers or PEFT.
+        tokenizer: Its tokenizer.
+        prompt: As in :func:`generate_batch`.
+        on_text: Called with each further piece of the answer.
+        max_new_tokens: Tokens to make at most; fewer where the model's positions end before.
+        temperature: 0 takes the most probable token; above, samples.
+        seed: Seed of the samples.
+
+    Returns:
+        The whole answer, without special tokens.
+
+    Raises:
+        ModelError: The prompt leaves no position for an answer; ``.prompt_tokens``, ``.limit``.
+    """
+    from transformers import TextStreamer
+
+    class Pieces(TextStreamer):  # type: ignore[misc, unused-ignore]
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            if text:
+                on_text(text)
+
+    row = _prompt_tokens(tokenizer, prompt)
+    limit = _max_positions(model)
+    if limit is not None:
+        max_new_tokens = max(1, min(max_new_tokens, limit - len(row)))
+    _check_positions(model, [row], max_new_tokens=max_new_tokens)
+    options = _generate_options(model, tokenizer, max_new_tokens, temperature)
+    pieces = Pieces(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    with _generating(model, seed=seed):
+        [text] = _answer(model, tokenizer, [row], options, streamer=pieces)
+    return text
+
+
+@contextmanager
+def _generating(model: Any, *, seed: int) -> Iterator[None]:
+    """Evaluation mode and a random state of its own; everything as before afterwards."""
     was_training = model.training
     model.eval()
-    device = model.get_input_embeddings().weight.device
+    device = _device(model)
     devices = [device] if device.type == "cuda" else []
     try:
         # Each new token is another shape: compiled blocks would be compiled again and again.
@@ -102,29 +158,33 @@ def generate_batch(
             torch.random.fork_rng(devices=devices),
         ):
             torch.manual_seed(seed)
-            for start in range(0, len(order), batch_size):
-                chosen = order[start : start + batch_size]
-                texts = _answer(model, tokenizer, [rows[i] for i in chosen], device, options)
-                answers.update(zip(chosen, texts, strict=True))
+            yield
     finally:
         model.train(was_training)
-    return [answers[i] for i in range(len(rows))]
 
 
 def _answer(
-    model: Any, tokenizer: Any, rows: list[list[int]], device: torch.device, options: Any
+    model: Any, tokenizer: Any, rows: list[list[int]], options: Any, *, streamer: Any = None
 ) -> list[str]:
     longest = max(len(row) for row in rows)
     pads = [longest - len(row) for row in rows]
     input_ids = torch.tensor(
         [[options.pad_token_id] * pad + row for pad, row in zip(pads, rows, strict=True)],
-        device=device,
+        device=_device(model),
     )
     mask = torch.tensor(
-        [[0] * pad + [1] * len(row) for pad, row in zip(pads, rows, strict=True)], device=device
+        [[0] * pad + [1] * len(row) for pad, row in zip(pads, rows, strict=True)],
+        device=_device(model),
     )
-    output = model.generate(input_ids=input_ids, attention_mask=mask, generation_config=options)
+    output = model.generate(
+        input_ids=input_ids, attention_mask=mask, generation_config=options, streamer=streamer
+    )
     return [tokenizer.decode(row[longest:], skip_special_tokens=True) for row in output]
+
+
+def _device(model: Any) -> torch.device:
+    device: torch.device = model.get_input_embeddings().weight.device
+    return device
 
 
 def _prompt_tokens(tokenizer: Any, prompt: Prompt) -> list[int]:
@@ -156,8 +216,12 @@ def _generate_options(model: Any, tokenizer: Any, max_new_tokens: int, temperatu
     )
 
 
+def _max_positions(model: Any) -> int | None:
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
 def _check_positions(model: Any, rows: list[list[int]], *, max_new_tokens: int) -> None:
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = _max_positions(model)
     longest = max((len(row) for row in rows), default=0)
     if limit is not None and longest + max_new_tokens > limit:
         raise ModelError(
@@ -166,47 +230,3 @@ def _check_positions(model: Any, rows: list[list[int]], *, max_new_tokens: int) 
             prompt_tokens=longest,
             limit=limit,
         )
-
-
-def _load_adapter(
-    folder: Path, *, dtype: torch.dtype | None, options: dict[str, Any]
-) -> tuple[Any, str]:
-    """The base that an adapter names, with the adapter on it; and the base's name."""
-    from peft import PeftModel
-
-    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    name, revision = config.get("base_model_name_or_path"), config.get("revision")
-    if not name:
-        raise ModelError(
-            f"{folder}: its adapter_config.json doesn't say which base it is for.",
-            path=str(folder),
-        )
-    try:
-        base = find_model(name, revision=revision)
-    except ModelNotFoundError as error:
-        raise ModelNotFoundError(
-            f"{folder}: is an adapter whose base {name} can't be found: {error}. Put the base "
-            "there, or change base_model_name_or_path in adapter_config.json.",
-            path=str(folder),
-            base=name,
-        ) from error
-    if (folder / BASE_FILE).is_file():
-        expected = json.loads((folder / BASE_FILE).read_text(encoding="utf-8")).get("digest")
-        found = weights_digest(weight_files(base.path))
-        if expected is not None and expected != found:
-            raise ModelError(
-                f"{folder}: was trained on another base than the one that is at {base.path} now "
-                f"(weights {expected}, found {found}).",
-                path=str(folder),
-                base=str(base.path),
-            )
-    dtype = dtype or _dtype_of(read_config(base.path))
-    model = load_model(name, dtype=dtype, revision=revision, **options)
-    return PeftModel.from_pretrained(model, folder, autocast_adapter_dtype=False), name
-
-
-def _dtype_of(config: Mapping[str, Any]) -> torch.dtype:
-    text = config.get("text_config") or {}
-    name = config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "float32"
-    dtype = getattr(torch, str(name), None)
-    return dtype if isinstance(dtype, torch.dtype) else torch.float32

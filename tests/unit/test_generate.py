@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from legato.errors import ModelError, ModelNotFoundError
-from legato.generate import generate_batch, load_for_generation
+from legato.generate import generate_batch, load_for_generation, stream_answer
 from legato.models.compile import compile_blocks
 from legato.models.load import load_model
 from legato.models.lora import attach_lora
@@ -126,6 +126,41 @@ def test_compiled_blocks_arent_compiled_for_each_new_token(folder: Path) -> None
 def test_a_prompt_that_doesnt_fit_is_an_error_with_both_numbers(pair: tuple[Any, Any]) -> None:
     with pytest.raises(ModelError, match=r"500 tokens and max_new_tokens is 20: .* 512 positions"):
         generate_batch(*pair, ["a" * 500], max_new_tokens=20)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_streamed_answer_comes_in_pieces_that_are_the_whole_answer(
+    pair: tuple[Any, Any], text: str
+) -> None:
+    pieces: list[str] = []
+    answer = stream_answer(*pair, text, on_text=pieces.append, max_new_tokens=40)
+    assert answer == greedy(*pair, text, 40)
+    assert "".join(pieces) == answer
+    assert len(pieces) > 1
+
+
+def test_a_streamed_answer_ends_where_the_positions_end(pair: tuple[Any, Any]) -> None:
+    answer = stream_answer(*pair, "a" * 508, on_text=lambda text: None, max_new_tokens=40)
+    assert answer == greedy(*pair, "a" * 508, 4)
+    with pytest.raises(ModelError, match=r"512 tokens and .* is 1: .* 512 positions"):
+        stream_answer(*pair, "a" * 512, on_text=lambda text: None)
+
+
+def test_what_was_streamed_when_it_is_interrupted_has_been_handed_out(
+    pair: tuple[Any, Any],
+) -> None:
+    pieces: list[str] = []
+
+    def interrupt(text: str) -> None:
+        pieces.append(text)
+        if len(pieces) == 3:
+            raise KeyboardInterrupt
+
+    before = torch.random.get_rng_state()
+    with pytest.raises(KeyboardInterrupt):
+        stream_answer(*pair, TEXTS[0], on_text=interrupt, temperature=1.0)
+    assert len(pieces) == 3
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_no_prompts_no_answers(pair: tuple[Any, Any]) -> None:
