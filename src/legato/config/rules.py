@@ -56,6 +56,11 @@ def is_lora(config: RunConfig) -> bool:
     return config.recipe.startswith("lora_")
 
 
+def is_distributed(config: RunConfig) -> bool:
+    """Whether the recipe trains on several processes."""
+    return config.recipe.endswith("_distributed")
+
+
 def has_evaluation_data(config: RunConfig) -> bool:
     """Whether anything is there to evaluate on."""
     return bool(config.eval_datasets) or config.val_set_size > 0
@@ -94,6 +99,12 @@ ONLY_WITH = (
         ("recipe",),
         is_lora,
         "only frozen weights can be quantized; recipe: lora_finetune_single_device has them",
+    ),
+    OnlyWith(
+        ("dp_shard", "dp_replicate", "reshard_after_forward", "cpu_offload"),
+        ("recipe",),
+        is_distributed,
+        "this recipe trains on one device; the _distributed ones use it",
     ),
     OnlyWith(
         ("run_val_every_n_steps", "generate_samples"),
@@ -198,7 +209,6 @@ CONFLICTS = (
 )
 
 LATER: Mapping[str, Callable[[Any], bool]] = {
-    "recipe": lambda v: not v.endswith("_single_device"),
     "packing": bool,
     "streaming": bool,
     "num_workers": bool,
@@ -209,10 +219,6 @@ LATER: Mapping[str, Callable[[Any], bool]] = {
     "optimizer_in_backward": bool,
     "enable_activation_offloading": bool,
     "shared_storage": lambda v: not v,
-    "dp_shard": lambda v: v != "all",
-    "dp_replicate": lambda v: v != 1,
-    "reshard_after_forward": lambda v: not v,
-    "cpu_offload": bool,
 }
 """Keys whose feature isn't built yet, each with the test that tells a value which would need it."""
 

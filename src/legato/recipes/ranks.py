@@ -8,15 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from legato.config.resume import differences
+from legato.config.rules import is_distributed
 from legato.config.schema import RunConfig
 from legato.errors import ConfigError
 from legato.parallel.placement import Placement
 from legato.parallel.world import World
-
-
-def is_distributed(config: RunConfig) -> bool:
-    """Whether the recipe trains on several processes."""
-    return config.recipe.endswith("_distributed")
 
 
 def check_recipe(config: RunConfig, placement: Placement | None) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from legato.checkpoint import Checkpointer, SaveRecord
 from legato.checkpoint.parts import sort_parts
 from legato.checkpoint.space import checkpoint_bytes
+from legato.config.rules import is_distributed
 from legato.config.schema import RunConfig
 from legato.errors import ConfigError, StopRequested
 from legato.parallel.placement import find_placement
@@ -41,7 +42,6 @@ from legato.recipes.ranks import (
     check_recipe,
     check_same_config,
     check_shared_storage,
-    is_distributed,
 )
 from legato.report.loggers import RunFacts, build_loggers
 from legato.report.metrics import MetricsLog

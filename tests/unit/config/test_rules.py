@@ -28,6 +28,10 @@ IGNORED = [
     ({"lora_target_modules": ["q"]}, "lora_target_modules: this recipe trains all weights"),
     ({"use_dora": True}, "use_dora: this recipe trains all weights"),
     ({"use_rslora": True}, "use_rslora: this recipe trains all weights"),
+    ({"dp_shard": 2}, "dp_shard: this recipe trains on one device"),
+    ({"dp_replicate": 2}, "dp_replicate: this recipe trains on one device"),
+    ({"reshard_after_forward": False}, "reshard_after_forward: this recipe trains on one device"),
+    ({"cpu_offload": True}, "cpu_offload: this recipe trains on one device"),
     ({"quantize_base": "none"}, "quantize_base: only frozen weights can be quantized"),
     ({"run_val_every_n_steps": 5}, "run_val_every_n_steps: there is nothing to evaluate on"),
     (
@@ -67,7 +71,6 @@ CONTRADICTIONS = [
     ({"attention": "flash", "device": "cpu"}, "attention: needs a CUDA device"),
 ]
 NOT_YET = [
-    ({"recipe": "full_finetune_distributed"}, "recipe: full_finetune_distributed"),
     ({"packing": True}, "packing: true"),
     ({"streaming": True}, "streaming: true"),
     ({"num_workers": 2}, "num_workers: 2"),
@@ -78,10 +81,6 @@ NOT_YET = [
     ({"optimizer_in_backward": True}, "optimizer_in_backward: true"),
     ({"enable_activation_offloading": True}, "enable_activation_offloading: true"),
     ({"shared_storage": False}, "shared_storage: false"),
-    ({"dp_shard": 2}, "dp_shard: 2"),
-    ({"dp_replicate": 2}, "dp_replicate: 2"),
-    ({"reshard_after_forward": False}, "reshard_after_forward: false"),
-    ({"cpu_offload": True}, "cpu_offload: true"),
 ]
 
 
@@ -122,7 +121,10 @@ def test_every_rule_has_a_case() -> None:
         {"max_steps_per_epoch": 0},
         {"chat_template": "t.jinja", "chat_template_kwargs": {"a": 1}},
         {"compile": {"scope": "block", "mode": "default"}},
-        {"packing": False, "num_workers": 0, "dp_shard": "all", "shared_storage": True},
+        {"packing": False, "num_workers": 0, "shared_storage": True},
+        {"recipe": "full_finetune_distributed", "dp_shard": 2, "dp_replicate": 4}
+        | {"reshard_after_forward": False, "cpu_offload": True},
+        {"recipe": "lora_finetune_distributed", "lora_rank": 4, "dp_shard": "all"},
         {"master_weights": "none"},
         {"attention": "flash", "device": "cuda:1"},
     ],
