@@ -28,15 +28,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from legato.checkpoint import Checkpointer, KeepLast, ModelPart, OptimizerPart
 from legato.models.lora import attach_lora
 from legato.models.names import named_weights
 from legato.models.quiet import silence_known_noise
-
-silence_known_noise()
 
 Finish = Callable[[], int | None]
 Save = Callable[[], Finish]
@@ -99,6 +95,9 @@ class Training:
 
 def build_model(method: str, *, tiny: bool) -> tuple[nn.Module, Any]:
     """A model of seeded random values, equal in every process; for LoRA with its adapter."""
+    silence_known_noise()
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     model: nn.Module = LlamaForCausalLM(LlamaConfig(**(TINY if tiny else SMOLLM2_135M)))
     if method == "full":
@@ -111,6 +110,8 @@ def build_model(method: str, *, tiny: bool) -> tuple[nn.Module, Any]:
 
 
 def config_json(*, tiny: bool) -> bytes:
+    from transformers import LlamaConfig
+
     config = LlamaConfig(**(TINY if tiny else SMOLLM2_135M), architectures=["LlamaForCausalLM"])
     return config.to_json_string().encode()
 
@@ -120,7 +121,7 @@ def build_training(method: str, *, tiny: bool, world_size: int) -> Training:
     model, adapter = build_model(method, tiny=tiny)
     if world_size > 1:
         mesh = init_device_mesh("cpu", (world_size,))
-        for block in [m for m in model.modules() if isinstance(m, LlamaDecoderLayer)]:
+        for block in [m for m in model.modules() if type(m).__name__ == "LlamaDecoderLayer"]:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
     weights = named_weights(model, trainable_only=adapter is not None)
