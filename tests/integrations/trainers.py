@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import (
     set_seed,
 )
 
+from legato.checkpoint import EverySteps
 from legato.integrations.transformers import LegatoCheckpoints
 from tests.helpers import tiny
 
@@ -99,6 +101,30 @@ def only_step(source: Path, step: int, target: Path) -> Path:
     return target / f"step_{step}"
 
 
+@dataclass
+class Whole:
+    """A training that nobody interrupted, saved at every step."""
+
+    folder: Path
+    weights: dict[str, torch.Tensor]
+
+
+def every_step() -> LegatoCheckpoints:
+    return LegatoCheckpoints(save=EverySteps(1))
+
+
+def run_whole(folder: Path, *, model: Any = None, **changes: Any) -> Whole:
+    trainer = build_trainer(folder, every_step(), model=model, **changes)
+    trainer.train()
+    return Whole(folder, weights(trainer.model))
+
+
+def resume(step: Path, *, model: Any = None, **changes: Any) -> dict[str, torch.Tensor]:
+    trainer = build_trainer(step.parent, every_step(), model=model, **changes)
+    trainer.train(resume_from_checkpoint=str(step))
+    return weights(trainer.model)
+
+
 class Stopper(TrainerCallback):
     """Ends a training after a step: as asked, by an error, or by a kill."""
 
@@ -114,7 +140,3 @@ class Stopper(TrainerCallback):
             raise RuntimeError("out of memory")
         else:
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-def checkpoints(**options: Any) -> LegatoCheckpoints:
-    return LegatoCheckpoints(**options)
