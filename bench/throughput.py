@@ -131,30 +131,36 @@ def summary(runs: list[dict[str, Any]]) -> str:
     ]
     for share in sorted({run["trained_share"] for run in runs}):
         figures = {
-            system: (
-                [run["tokens_per_second"] for run in chosen],
-                statistics.median(run["peak_bytes"] for run in chosen) / 1e9,
-                chosen[0],
-            )
+            system: chosen
             for system in SYSTEMS
             if (chosen := [r for r in runs if (r["trained_share"], r["system"]) == (share, system)])
         }
-        peers = [figures[system] for system in figures if system != "legato"]
-        best_speed = max((statistics.median(speeds) for speeds, _, _ in peers), default=None)
-        best_peak = min((peak for _, peak, _ in peers), default=None)
-        for system, (speeds, peak, run) in figures.items():
-            speed = statistics.median(speeds)
+        for system, chosen in figures.items():
+            speeds = [run["tokens_per_second"] for run in chosen]
+            peaks = [run["peak_bytes"] for run in chosen]
+            peers = [figures[name] for name in figures if name != "legato"]
             lines.append(
-                f"| {run['real_trained_share']:.0%} | {NAMES[system]} "
-                f"| {speed:.1f} ({min(speeds):.1f} to {max(speeds):.1f}) "
-                f"| {ratio(speed, best_speed)} | {peak:.2f} | {ratio(peak, best_peak)} "
-                f"| {run['losses'][-1]:.4f} |"
+                f"| {chosen[0]['real_trained_share']:.0%} | {NAMES[system]} "
+                f"| {statistics.median(speeds):.1f} ({min(speeds):.1f} to {max(speeds):.1f}) "
+                f"| {to_best(chosen, peers, 'tokens_per_second', max)} "
+                f"| {statistics.median(peaks) / 1e9:.2f} "
+                f"| {to_best(chosen, peers, 'peak_bytes', min)} | {chosen[0]['losses'][-1]:.4f} |"
             )
     return "\n".join(lines)
 
 
-def ratio(value: float, reference: float | None) -> str:
-    return "" if reference is None else f"{value / reference:.2f}"
+def to_best(
+    chosen: list[dict[str, Any]], peers: list[list[dict[str, Any]]], key: str, best: Any
+) -> str:
+    """Median over the repetitions of the ratio to the better peer of the same repetition.
+
+    Neighbours in time share what else the machine does, so their ratio is steadier than a ratio of
+    medians.
+    """
+    if not peers:
+        return ""
+    ratios = [run[key] / best(peer[i][key] for peer in peers) for i, run in enumerate(chosen)]
+    return f"{statistics.median(ratios):.2f}"
 
 
 def environment(args: argparse.Namespace) -> dict[str, Any]:
