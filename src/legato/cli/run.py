@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import runpy
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-# torchrun's options that people type from habit; each needs a world of several processes.
-_TORCHRUN = ("--nproc", "--nnodes", "--node", "--rdzv", "--max-restarts", "--max_restarts")
+if TYPE_CHECKING:
+    from legato.config.load import LoadedConfig
 
 
 def run(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[RECIPE | SCRIPT.py] [KEY=VALUE | ~KEY]...",
-            help="The recipe, where the config doesn't name it; changes to the config.",
+            metavar="[RECIPE | SCRIPT.py] [KEY=VALUE | ~KEY]... [TORCHRUN OPTIONS]",
+            help="The recipe, where the config doesn't name it; changes to the config. Options of "
+            "torchrun (--nproc-per-node 8, --nnodes, --rdzv-endpoint, --max-restarts, ...) start "
+            "several processes of a _distributed recipe.",
         ),
     ] = None,
     config: Annotated[
@@ -37,25 +41,41 @@ def run(
 ) -> None:
     """Train; the same command again goes on from the newest checkpoint."""
     from legato.cli.logs import show_log
-    from legato.errors import UsageError
+    from legato.errors import ConfigError, UsageError
+    from legato.parallel.launch import is_asked_for, split_options
+    from legato.parallel.placement import find_placement
 
-    words = list(words or [])
+    options, words = split_options(words or [])
     if script := next((w for w in words if w.endswith(".py") and "=" not in w), None):
+        if options:
+            raise UsageError(f"{options[0]}: start a script's processes with torchrun {script} ...")
         _run_script(script, config=config, words=[w for w in words if w != script])
         return
     if not config:
         raise UsageError("--config is missing. `legato ls` shows what there is")
-    _refuse_torchrun(words)
 
     from legato.cli.arguments import read_config
     from legato.cli.validate import local_problems
-    from legato.errors import ConfigError
 
     loaded = read_config(config, words)
     if problems := [loaded.origins.tell(problem) for problem in local_problems(loaded)]:
         raise ConfigError(problems)
     show_log()
+    placement = find_placement(os.environ)
+    if placement is None and is_asked_for(options, os.environ):
+        flags = {"--start-over": start_over, "--accept-changes": accept_changes}
+        given = [flag for flag, is_given in flags.items() if is_given]
+        _launch(loaded, options, ["run", *words, "--config", config, *given])
+        return
+    with contextlib.ExitStack() as stack:
+        if placement is not None and placement.world_size > 1:
+            from legato.cli.worker import as_rank
 
+            stack.enter_context(as_rank(placement, output_dir=loaded.config.output_dir))
+        _train(loaded, start_over=start_over, accept_changes=accept_changes)
+
+
+def _train(loaded: LoadedConfig, *, start_over: bool, accept_changes: bool) -> None:
     from legato import recipes
 
     recipes.run(
@@ -67,15 +87,15 @@ def run(
     )
 
 
-def _refuse_torchrun(words: list[str]) -> None:
-    from legato.errors import UsageError
+def _launch(loaded: LoadedConfig, options: list[str], words: list[str]) -> None:
+    """Start the processes that ``options`` ask for, each with ``words`` as its command line."""
+    from legato.cli.worker import LOGS_FOLDER
+    from legato.config.rules import check_processes
+    from legato.parallel.launch import launch, plan_launch
 
-    for word in words:
-        if word.startswith(_TORCHRUN):
-            raise UsageError(
-                f"{word}: several processes need a *_distributed recipe, which isn't in this "
-                "version. Leave torchrun's options out to train on one device."
-            )
+    plan = plan_launch(options, words)
+    check_processes(loaded.config, plan.num_processes)
+    launch(plan, logs=Path(loaded.config.output_dir, LOGS_FOLDER))
 
 
 def _run_script(script: str, *, config: str, words: list[str]) -> None:

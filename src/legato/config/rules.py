@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from legato.errors import ConfigError
+
 if TYPE_CHECKING:
     from legato.config.schema import RunConfig
 
@@ -59,6 +61,24 @@ def is_lora(config: RunConfig) -> bool:
 def is_distributed(config: RunConfig) -> bool:
     """Whether the recipe trains on several processes."""
     return config.recipe.endswith("_distributed")
+
+
+def check_processes(config: RunConfig, num_processes: int) -> None:
+    """Refuse several processes that would each train the same model for themselves.
+
+    Args:
+        config: The run.
+        num_processes: How many were started, or are to be.
+
+    Raises:
+        ConfigError: A recipe for one device, and more than one process.
+    """
+    if num_processes > 1 and not is_distributed(config):
+        other = config.recipe.replace("_single_device", "_distributed")
+        raise ConfigError(
+            f"recipe: {config.recipe} trains on one device, and there are {num_processes} "
+            f"processes. Use recipe: {other}, or start one process."
+        )
 
 
 def has_evaluation_data(config: RunConfig) -> bool:

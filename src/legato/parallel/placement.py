@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from legato.errors import WorldError
+from legato.parallel.reports import FOLDER_VARIABLE
 
 # Slurm names no port. Two jobs on one host get different ones unless their numbers are this far
 # apart; above the ports that services use, below those that the kernel hands out.
@@ -29,7 +30,9 @@ class Placement:
         address: Host where they meet.
         port: Port there.
         attempt: How often the launcher restarted them; 0 at first.
-        launch_id: Name of the launch, the same for all its attempts; None: nobody restarts.
+        has_agent: An elastic agent watches this process, and restarts all when one fails.
+        launch_id: Name of the launch, the same for all its attempts and for no other launch; None:
+            it has none.
         meets_at_agent: The launcher serves the port; else rank 0 does.
         sees_own_gpu: Of this host's GPUs, this process sees its own alone.
     """
@@ -41,6 +44,7 @@ class Placement:
     address: str = "127.0.0.1"
     port: int = 29500
     attempt: int = 0
+    has_agent: bool = False
     launch_id: str | None = None
     meets_at_agent: bool = False
     sees_own_gpu: bool = False
@@ -67,7 +71,9 @@ def find_placement(environment: Mapping[str, str]) -> Placement | None:
 
 
 def _from_torchrun(environment: Mapping[str, str]) -> Placement:
-    launch_id = environment.get("TORCHELASTIC_RUN_ID")
+    run_id = environment.get("TORCHELASTIC_RUN_ID")
+    if run_id == "none":  # torchrun's default
+        run_id = environment.get(FOLDER_VARIABLE)
     return Placement(
         rank=_number(environment, "RANK"),
         world_size=_number(environment, "WORLD_SIZE"),
@@ -76,7 +82,8 @@ def _from_torchrun(environment: Mapping[str, str]) -> Placement:
         address=environment.get("MASTER_ADDR", "127.0.0.1"),
         port=_number(environment, "MASTER_PORT", 29500),
         attempt=_number(environment, "TORCHELASTIC_RESTART_COUNT", 0),
-        launch_id=launch_id,
+        has_agent="TORCHELASTIC_RUN_ID" in environment,
+        launch_id=run_id,
         meets_at_agent=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 

@@ -44,7 +44,7 @@ class World:
         group: The ranks as a training group; None: this process has no group.
         control: The same ranks over gloo, for the main thread.
         attempt: How often the launcher restarted the ranks.
-        launch_id: Name of the launch; None: nobody restarts.
+        launch_id: Name of the launch; None: it has none.
     """
 
     rank: int
@@ -144,7 +144,8 @@ class World:
             What this rank's ``do`` returned.
 
         Raises:
-            WorldError: It failed on another rank; ``.rank``. A rank's own error is raised as it is.
+            PeerLostError: It failed on another rank; ``.rank``. A rank's own error is raised as
+                it is.
         """
         try:
             value, error = do(), None
@@ -155,7 +156,7 @@ class World:
             raise error
         for rank, text in enumerate(texts):
             if text is not None:
-                raise WorldError(f"rank {rank}: {text}", rank=rank)
+                raise PeerLostError(f"rank {rank}: {text}", rank=rank)
         return value  # type: ignore[return-value]
 
 

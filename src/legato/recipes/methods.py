@@ -60,6 +60,8 @@ def lora(model: PreTrainedModel, config: RunConfig) -> Trained:
 METHODS: Mapping[str, Callable[[PreTrainedModel, RunConfig], Trained]] = {
     "full_finetune_single_device": full,
     "lora_finetune_single_device": lora,
+    "full_finetune_distributed": full,
+    "lora_finetune_distributed": lora,
 }
 
 

@@ -8,29 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from legato.config.resume import differences
-from legato.config.rules import is_distributed
 from legato.config.schema import RunConfig
 from legato.errors import ConfigError
-from legato.parallel.placement import Placement
 from legato.parallel.world import World
-
-
-def check_recipe(config: RunConfig, placement: Placement | None) -> None:
-    """Refuse several processes that would each train the same model for themselves.
-
-    Args:
-        config: The run.
-        placement: Which process of how many this is; None: it is alone.
-
-    Raises:
-        ConfigError: A recipe for one device, and more than one process.
-    """
-    if placement is not None and placement.world_size > 1 and not is_distributed(config):
-        other = config.recipe.replace("_single_device", "_distributed")
-        raise ConfigError(
-            f"recipe: {config.recipe} trains on one device, and {placement.world_size} processes "
-            f"were started. Use recipe: {other}, or start one process."
-        )
 
 
 def check_same_config(config: RunConfig, *, world: World, flags: Mapping[str, bool]) -> None:

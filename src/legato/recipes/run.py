@@ -13,7 +13,7 @@ from pathlib import Path
 from legato.checkpoint import Checkpointer, SaveRecord
 from legato.checkpoint.parts import sort_parts
 from legato.checkpoint.space import checkpoint_bytes
-from legato.config.rules import is_distributed
+from legato.config.rules import check_processes, is_distributed
 from legato.config.schema import RunConfig
 from legato.errors import ConfigError, StopRequested
 from legato.parallel.placement import find_placement
@@ -38,11 +38,7 @@ from legato.recipes.plan import (
     read_state,
     say_new_rate,
 )
-from legato.recipes.ranks import (
-    check_recipe,
-    check_same_config,
-    check_shared_storage,
-)
+from legato.recipes.ranks import check_same_config, check_shared_storage
 from legato.report.loggers import RunFacts, build_loggers
 from legato.report.metrics import MetricsLog
 from legato.report.progress import Progress
@@ -99,7 +95,8 @@ def run(
         LegatoError: Anything that stands in the way; where possible before step 1.
         StopRequested: A signal ended the run, after a checkpoint.
     """
-    check_recipe(config, find_placement(os.environ))
+    placement = find_placement(os.environ)
+    check_processes(config, placement.world_size if placement is not None else 1)
     with World.join(config.device, distributed=is_distributed(config)) as world:
         flags = {"--start-over": start_over, "--accept-changes": accept_changes}
         check_same_config(config, world=world, flags=flags)

@@ -1,0 +1,123 @@
+"""One of several processes of a run: its log, its end, and whom it tells."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+import typer
+
+from legato.errors import LegatoError, PeerLostError, StopRequested, WorldError
+from legato.parallel.placement import Placement
+from legato.parallel.reports import RankEnd, clear_end, is_over, launch_folder, write_end
+
+LOGS_FOLDER = "logs"
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@contextlib.contextmanager
+def as_rank(placement: Placement, *, output_dir: str) -> Iterator[None]:
+    """Run the block as one process of many.
+
+    Rank 0 speaks to the terminal; what the others say, and every rank's traceback, goes to
+    ``output_dir/logs/rank_<n>.log``. Where ``legato run`` launched the processes, each one's end is
+    left for it to tell. Elastic agents restart what doesn't end with 0: a process that stopped on
+    request does.
+
+    Args:
+        placement: Which process this is.
+        output_dir: The run's.
+
+    Yields:
+        None: the block is the training.
+
+    Raises:
+        Exit: How the process is to end, where the launcher speaks for it.
+    """
+    folder = launch_folder()
+    if folder is not None:
+        if is_over(folder):
+            raise typer.Exit(0)
+        clear_end(folder, placement.rank)
+        _stop_with_launcher()
+    with _rank_log(placement, Path(output_dir, LOGS_FOLDER)) as log:
+        try:
+            yield
+        except BaseException as error:
+            end = _end_of(error, rank=placement.rank)
+            if end.how in ("failed", "lost"):
+                log.write("".join(traceback.format_exception(error)))
+                log.flush()
+            if folder is not None:
+                write_end(folder, end)
+            if end.how == "stopped" and placement.has_agent:
+                raise typer.Exit(0) from error
+            if folder is not None:
+                raise typer.Exit(end.exit_code) from error
+            raise
+    if folder is not None:
+        write_end(folder, RankEnd(rank=placement.rank, how="done", time=time.time()))
+
+
+def _end_of(error: BaseException, *, rank: int) -> RankEnd:
+    now = time.time()
+    if isinstance(error, StopRequested):
+        return RankEnd(rank=rank, how="stopped", time=now, exit_code=error.exit_code)
+    if isinstance(error, PeerLostError):
+        return RankEnd(rank=rank, how="lost", time=now, exit_code=1, message=error.message)
+    if isinstance(error, LegatoError):
+        # What is refused on purpose would be refused again; hosts that can't meet may yet do so.
+        return RankEnd(
+            rank=rank,
+            how="failed",
+            time=now,
+            exit_code=error.exit_code,
+            message=error.message,
+            is_final=not isinstance(error, WorldError),
+        )
+    return RankEnd(
+        rank=rank,
+        how="failed",
+        time=now,
+        exit_code=1,
+        message=f"{type(error).__name__}: {error}",
+    )
+
+
+@contextlib.contextmanager
+def _rank_log(placement: Placement, folder: Path) -> Iterator[TextIO]:
+    """Open this rank's log; all ranks but 0 write nowhere else from now on."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"rank_{placement.rank}.log").open("a", encoding="utf-8") as log:
+        log.write(
+            f"--- rank {placement.rank} of {placement.world_size}, process {os.getpid()}, "
+            f"attempt {placement.attempt}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
+        )
+        log.flush()
+        faulthandler.enable(log)
+        if placement.rank:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+                os.dup2(log.fileno(), stream.fileno())
+        else:
+            logging.getLogger("legato").addHandler(logging.StreamHandler(log))
+        try:
+            yield log
+        finally:
+            faulthandler.disable()
+
+
+def _stop_with_launcher() -> None:
+    """Get SIGTERM when the launcher is killed: nobody else would end us. Linux only."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)

@@ -1,0 +1,358 @@
+"""``legato run`` as its own torchrun: torch's elastic launcher in this process, signals ours.
+
+torchrun alone kills a save that takes longer than 30 seconds, dies of SIGUSR1 and leaves its
+workers behind, restarts workers that were asked to stop, and ends with 1 whatever happened. torch
+is imported only when something is launched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import logging
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+
+from legato.errors import RunFailedError, StopRequested, UsageError, WorldError
+from legato.parallel.reports import (
+    FOLDER_VARIABLE,
+    Death,
+    RankEnd,
+    ask_to_stop,
+    first_failure,
+    read_ends,
+)
+
+logger = logging.getLogger(__name__)
+
+SHUTDOWN_SECONDS = 600
+"""How long processes that were asked to stop may take for their last checkpoint."""
+
+# torchrun's options; the names with underscores are the same ones.
+_WITH_VALUE = frozenset(
+    {
+        "nnodes",
+        "nproc-per-node",
+        "node-rank",
+        "master-addr",
+        "master-port",
+        "local-addr",
+        "rdzv-backend",
+        "rdzv-endpoint",
+        "rdzv-id",
+        "rdzv-conf",
+        "max-restarts",
+        "monitor-interval",
+        "shutdown-timeout",
+        "event-log-handler",
+        "role",
+        "numa-binding",
+        "log-dir",
+        "redirects",
+        "tee",
+        "local-ranks-filter",
+        "duplicate-stdout-filters",
+        "duplicate-stderr-filters",
+    }
+)
+_FLAGS = frozenset({"standalone", "virtual-local-rank"})
+_SHORT = {"-r": "redirects", "-t": "tee"}
+_OURS = {
+    "signals-to-handle": "legato run passes SIGTERM, SIGINT and SIGUSR1 on by itself",
+    "start-method": "the processes are commands, which aren't forked",
+}
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """What torchrun's options ask for.
+
+    Attributes:
+        arguments: torch's own reading of them.
+        num_processes: Processes on all hosts; of a range of hosts, on the fewest.
+    """
+
+    arguments: argparse.Namespace
+    num_processes: int
+
+
+def split_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Tell torchrun's options from the rest of a command line, wherever they stand.
+
+    Args:
+        words: What was typed after ``legato run``.
+
+    Returns:
+        The options, each as ``--name=value``, and the other words in their order.
+
+    Raises:
+        UsageError: An option that has no value, or that means nothing here.
+    """
+    options: list[str] = []
+    rest: list[str] = []
+    remaining = iter(words)
+    for word in remaining:
+        typed, is_joined, value = word.partition("=")
+        name = _SHORT.get(typed) or typed.removeprefix("--").replace("_", "-")
+        if not word.startswith("-") or name not in _WITH_VALUE | _FLAGS | _OURS.keys():
+            rest.append(word)
+        elif name in _OURS:
+            raise UsageError(f"{typed}: {_OURS[name]}; leave it out")
+        elif name in _FLAGS:
+            options.append(f"--{name}")
+        else:
+            found = value if is_joined else next(remaining, None)
+            if found is None:
+                raise UsageError(f"{typed}: its value is missing")
+            options.append(f"--{name}={found}")
+    return options, rest
+
+
+def is_asked_for(options: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Whether processes are to be launched: by options, or by torchrun's variables (Kubeflow)."""
+    return bool(options) or any(name.startswith("PET_") for name in environment)
+
+
+def plan_launch(options: Sequence[str], words: Sequence[str]) -> LaunchPlan:
+    """Read torchrun's options as torch does.
+
+    Args:
+        options: As :func:`split_options` gives them.
+        words: What each process gets to run, after ``python -m legato``.
+
+    Returns:
+        The plan.
+
+    Raises:
+        UsageError: torch can't make sense of them.
+    """
+    from torch.distributed.run import determine_local_world_size, parse_args, parse_min_max_nnodes
+
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            arguments = parse_args(  # type: ignore[no-untyped-call]
+                [*options, "--module", "legato", *words]
+            )
+    except SystemExit as error:
+        lines = said.getvalue().strip().splitlines() or ["torchrun's options can't be read"]
+        raise UsageError(lines[-1].partition("error: ")[2] or lines[-1]) from error
+    try:
+        min_hosts, max_hosts = parse_min_max_nnodes(arguments.nnodes)
+        per_host = determine_local_world_size(arguments.nproc_per_node)
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(f"--nnodes, --nproc-per-node: {error}") from error
+    if not (1 <= min_hosts <= max_hosts and per_host >= 1):
+        raise UsageError(
+            f"--nnodes={arguments.nnodes} --nproc-per-node={per_host}: expected 1 or more"
+        )
+    if max_hosts == 1 and not _names_a_meeting_place(arguments):
+        arguments.standalone = True  # a free port, instead of one that may be in use
+    arguments.nproc_per_node = str(per_host)
+    # Not none: torch would take its default. SIGQUIT stays torch's.
+    arguments.signals_to_handle = "SIGQUIT"
+    if arguments.shutdown_timeout is None:
+        arguments.shutdown_timeout = SHUTDOWN_SECONDS
+    return LaunchPlan(arguments, num_processes=min_hosts * per_host)
+
+
+def _names_a_meeting_place(arguments: argparse.Namespace) -> bool:
+    return bool(
+        arguments.rdzv_endpoint or arguments.rdzv_backend != "static" or arguments.master_port
+    )
+
+
+def launch(plan: LaunchPlan, *, logs: Path) -> None:
+    """Run the processes until all have ended; restart them as the options say.
+
+    Args:
+        plan: What to run.
+        logs: Folder of the ranks' logs, for the message.
+
+    Raises:
+        StopRequested: A signal ended the run, after a checkpoint.
+        RunFailedError: It failed; ``.rank`` failed first, ``.exit_code``.
+        WorldError: The launcher itself can't do its work: a port in use, hosts that don't come.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.run import run
+
+    deaths: dict[int, Death] = {}
+    with (
+        tempfile.TemporaryDirectory(prefix="legato-launch-") as folder,
+        _environment(plan, folder),
+        _Signals(folder, shutdown_seconds=plan.arguments.shutdown_timeout) as signals,
+    ):
+        if plan.arguments.log_dir is None:
+            plan.arguments.log_dir = str(Path(folder, "torch"))
+        try:
+            run(plan.arguments)  # type: ignore[no-untyped-call]
+        except ChildFailedError as error:
+            deaths = {
+                rank: Death(exit_code=failure.exitcode, time=float(failure.timestamp))
+                for rank, failure in error.failures.items()
+            }
+        except SignalException as error:  # SIGQUIT
+            raise StopRequested(int(error.sigval)) from error
+        except (RuntimeError, OSError, RendezvousError) as error:
+            raise _cannot_launch(plan, error) from error
+        finally:
+            signals.kill_workers()
+        ends = read_ends(folder)
+    _conclude(ends, deaths, signals=signals, logs=logs)
+
+
+@contextlib.contextmanager
+def _environment(plan: LaunchPlan, folder: str) -> Iterator[None]:
+    """What the processes inherit; put back afterwards."""
+    per_host = int(plan.arguments.nproc_per_node)
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    values = {FOLDER_VARIABLE: folder}
+    if "OMP_NUM_THREADS" not in os.environ:
+        # torchrun sets 1, which leaves most of a host idle that has more cores than processes.
+        values["OMP_NUM_THREADS"] = str(max(1, num_cores // per_host))
+    before = dict(os.environ)
+    os.environ.update(values)
+    if "LOGLEVEL" not in before:
+        # What went wrong is said once, by us.
+        for name in logging.root.manager.loggerDict:
+            if name.startswith(("torch.distributed.elastic", "torch.distributed.run")):
+                logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+class _Signals:
+    """Passes signals on to the processes, in place of torch's own handlers.
+
+    ====================  =======================================================================
+    SIGTERM, SIGINT       to every process, once: save and stop; killed if they take too long
+    a second SIGINT       all processes are killed
+    SIGUSR1               to one process: every rank saves
+    ====================  =======================================================================
+    """
+
+    def __init__(self, folder: str, *, shutdown_seconds: float) -> None:
+        self.stop: int | None = None
+        self.is_killed = False
+        self._folder = folder
+        self._shutdown_seconds = shutdown_seconds
+        self._timer: threading.Timer | None = None
+        self._old_handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in (
+                (signal.SIGTERM, self._on_stop),
+                (signal.SIGINT, self._on_stop),
+                (signal.SIGUSR1, self._on_save),
+            ):
+                self._old_handlers[number] = signal.signal(number, handler)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def kill_workers(self) -> None:
+        """Leave nobody behind."""
+        for worker in _workers():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.kill()
+
+    def _on_stop(self, number: int, _frame: FrameType | None) -> None:
+        if self.stop is None:
+            self.stop = number
+            # First the note, then the signal: one that is just being started reads it.
+            ask_to_stop(self._folder, number)
+            workers = _workers()
+            if not workers:  # the hosts are still looking for each other
+                raise StopRequested(number)
+            _send(workers, number)
+            self._timer = threading.Timer(self._shutdown_seconds, self._kill)
+            self._timer.daemon = True
+            self._timer.start()
+        elif number == signal.SIGINT:
+            self._kill()
+
+    def _on_save(self, number: int, _frame: FrameType | None) -> None:
+        # To one only: a second one would hear it a step later, and save again.
+        _send(_workers()[:1], number)
+
+    def _kill(self) -> None:
+        self.is_killed = True
+        self.kill_workers()
+
+
+def _workers() -> list[psutil.Process]:
+    """The launched processes: this one starts no others."""
+    return psutil.Process().children()
+
+
+def _send(workers: Sequence[psutil.Process], number: int) -> None:
+    for worker in workers:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            worker.send_signal(number)
+
+
+def _cannot_launch(plan: LaunchPlan, error: Exception) -> WorldError:
+    first_line = next((line for line in str(error).splitlines() if line), type(error).__name__)
+    if "EADDRINUSE" in str(error) or "in use" in str(error):
+        return WorldError(
+            f"port {plan.arguments.master_port} is in use, by another run perhaps. Choose another "
+            "one with --master-port; on one host leave it out, and a free one is taken."
+        )
+    return WorldError(f"the processes can't be launched: {first_line}")
+
+
+def _conclude(
+    ends: Sequence[RankEnd], deaths: Mapping[int, Death], *, signals: _Signals, logs: Path
+) -> None:
+    """Say how the run ended, by an exception unless it is done."""
+    failed = [end for end in ends if end.how == "failed"]
+    stops = [end.exit_code - 128 for end in ends if end.how == "stopped"]
+    if signals.stop is not None and not failed:
+        if signals.is_killed:
+            logger.warning("the processes were killed before their last checkpoint was on disk")
+        raise StopRequested(signals.stop)
+    if not failed and not deaths:
+        if stops:
+            raise StopRequested(stops[0])
+        return
+    found = first_failure(ends, deaths)
+    assert found is not None
+    rank, end = found
+    log = logs / f"rank_{rank}.log"
+    where = f"\nIts log: {log}" if log.exists() else ""
+    if end is None:
+        how = _how_it_died(deaths[rank].exit_code)
+        raise RunFailedError(f"rank {rank} failed first: {how}{where}", rank=rank, exit_code=1)
+    # A config that every rank refuses isn't one rank's fault, and needs no traceback.
+    is_common = end.is_final and len(failed) > 1 and len({each.message for each in failed}) == 1
+    message = end.message if is_common else f"rank {rank} failed first: {end.message}{where}"
+    raise RunFailedError(message, rank=rank, exit_code=end.exit_code)
+
+
+def _how_it_died(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"it ended with exit code {exit_code} and said nothing"
+    name = signal.Signals(-exit_code).name if -exit_code in list(signal.Signals) else -exit_code
+    hint = " (out of memory, perhaps)" if exit_code == -signal.SIGKILL else ""
+    return f"it was killed by {name}{hint}"
