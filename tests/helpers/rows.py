@@ -60,11 +60,14 @@ def as_labels(batch: Batch) -> Tensor:
     return batch.input_ids.masked_fill(~batch.trained, -100)
 
 
-def as_data(rows: Sequence[Row]) -> TokenizedData:
+def as_data(
+    rows: Sequence[Row], *, datasets: Sequence[int] | None = None, weights: Sequence[float] = (1.0,)
+) -> TokenizedData:
+    """The rows as tokenized data, all of one data set unless ``datasets`` has their numbers."""
     columns = SampleColumns()
     for i, row in enumerate(rows):
         sample = Sample(
             np.array(row.input_ids, dtype=np.int32), np.array(row.trained), f"rows.jsonl:{i + 1}"
         )
-        columns.append(sample, row=i, dataset=0)
-    return columns.finish(weights=[1.0], report=DataReport(datasets=()))
+        columns.append(sample, row=i, dataset=datasets[i] if datasets is not None else 0)
+    return columns.finish(weights=weights, report=DataReport(datasets=()))

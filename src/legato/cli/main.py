@@ -23,6 +23,7 @@ VERBS: dict[str, str] = {
     "validate": "legato.cli.validate:validate",
     "download": "legato.cli.models:download",
     "import": "legato.cli.models:import_app",
+    "data": "legato.cli.data:app",
     "ckpt": "legato.cli.ckpt:app",
     "demo": "legato.cli.demo:demo",
 }

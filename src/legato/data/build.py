@@ -11,7 +11,7 @@ import numpy as np
 
 from legato.data.chat import ChatFormatter
 from legato.data.formats import DatasetSpec, Example, check_columns, convert_row, detect_format
-from legato.data.loader import permutation
+from legato.data.order import BEFORE_ALL_EPOCHS, permutation
 from legato.data.samples import (
     DataReport,
     DatasetReport,
@@ -115,8 +115,7 @@ def split_validation(
             f"val_set_size: {val_set_size} of {len(rows)} rows holds out {count}; "
             "at least one row must stay on each side"
         )
-    # Epoch 2**64 - 1 is no epoch of a run: the draw is independent of every order.
-    held_out = rows[permutation(len(rows), seed=seed, epoch=2**64 - 1)[:count]]
+    held_out = rows[permutation(len(rows), seed=seed, epoch=BEFORE_ALL_EPOCHS)[:count]]
     is_held_out = np.isin(data.rows, held_out)
     evaluation = data.select(np.flatnonzero(is_held_out))
     # Weights say how often to train on a row; each held-out row is measured once.

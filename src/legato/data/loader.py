@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from legato.data.samples import Indices, TokenizedData
+from legato.data.order import EpochOrder
+from legato.data.samples import Rows, Sample
 from legato.errors import ConfigError, DataError
 
 
@@ -26,9 +27,11 @@ class Batch:
         input_ids: Int64 ``[B, T]``.
         trained: Bool ``[B, T]``; ``trained[b, t]``: the model must produce ``input_ids[b, t]``.
             Always False at ``t = 0`` and on padding.
-        sample_ids: Of the rows that hold a sample; these come first. Rows of padding have none.
+        sample_ids: Of every document in its rows, in their order; rows of padding have none.
         num_tokens: Tokens that aren't padding.
         num_loss_tokens: True entries of ``trained``.
+        position_ids: Int64 ``[B, T]``, from 0 in each document, where rows hold several; None: 0,
+            1, 2, ... in every row.
     """
 
     input_ids: torch.Tensor
@@ -36,6 +39,7 @@ class Batch:
     sample_ids: tuple[str, ...]
     num_tokens: int
     num_loss_tokens: int
+    position_ids: torch.Tensor | None = None
 
 
 class Loader:
@@ -47,7 +51,7 @@ class Loader:
     longest first, so that ranks carry equal loads and micro-batches pad little.
 
     Args:
-        data: The samples.
+        data: The rows: a sample each, or packs.
         global_batch_size: Rows of one optimizer step over all ranks.
         batch_size: Most rows of one micro-batch.
         seed: Of the order; 0 to 2**64 - 1.
@@ -73,7 +77,7 @@ class Loader:
 
     def __init__(
         self,
-        data: TokenizedData,
+        data: Rows,
         *,
         global_batch_size: int,
         batch_size: int,
@@ -142,99 +146,52 @@ class Loader:
 
     def micro_batches(self, step: int) -> list[Batch]:
         """This rank's part of ``step`` (from 1); the same number of batches on every rank."""
+        return [self._batch(rows) for rows in self.micro_batch_rows(step)]
+
+    def micro_batch_rows(self, step: int) -> list[list[int]]:
+        """Numbers of the rows in each of this rank's micro-batches; none in one of padding only."""
         rows = self.step_rows(step)
         longest_first = sorted(rows, key=lambda i: -int(self._data.lengths[i]))
         mine = longest_first[self._rank :: self._world_size]
         most = math.ceil(len(rows) / self._world_size)
-        return [
-            self._batch(mine[first : first + self.batch_size])
-            for first in range(0, most, self.batch_size)
-        ]
+        return [mine[first : first + self.batch_size] for first in range(0, most, self.batch_size)]
+
+    def width(self, rows: Sequence[int]) -> int:
+        """Slots of each row, in tokens, of a micro-batch of these rows."""
+        longest = max((int(self._data.lengths[i]) for i in rows), default=1)
+        return next((bucket for bucket in self._buckets if bucket >= longest), longest)
+
+    def num_tokens(self, rows: Sequence[int]) -> int:
+        """Tokens of these rows, without padding."""
+        return sum(int(self._data.lengths[i]) for i in rows)
+
+    def first_document(self) -> Sample | None:
+        """What step 1 begins with; None if there are no steps."""
+        return self._data.documents(self.step_rows(1)[0])[0] if self.steps_per_epoch else None
 
     def _batch(self, rows: list[int]) -> Batch:
         num_rows = self.batch_size if self._fill_rows else max(1, len(rows))
-        longest = max((int(self._data.lengths[i]) for i in rows), default=1)
-        width = next((bucket for bucket in self._buckets if bucket >= longest), longest)
+        width = self.width(rows)
         input_ids = np.full((num_rows, width), self._pad_id, dtype=np.int64)
         trained = np.zeros((num_rows, width), dtype=np.bool_)
+        # Padding is a document of its own, behind the last one.
+        position_ids = np.tile(np.arange(width, dtype=np.int64), (num_rows, 1))
+        sample_ids: list[str] = []
         for b, i in enumerate(rows):
-            sample = self._data[i]
-            input_ids[b, : len(sample.input_ids)] = sample.input_ids
-            trained[b, : len(sample.trained)] = sample.trained
-        trained[:, 0] = False
+            start = 0
+            for document in self._data.documents(i):
+                end = start + len(document.input_ids)
+                input_ids[b, start:end] = document.input_ids
+                trained[b, start:end] = document.trained
+                trained[b, start] = False  # what stands before it belongs to another document
+                position_ids[b, end:] -= end - start
+                sample_ids.append(document.sample_id)
+                start = end
         return Batch(
             input_ids=torch.from_numpy(input_ids),
             trained=torch.from_numpy(trained),
-            sample_ids=tuple(self._data.sample_id(i) for i in rows),
-            num_tokens=sum(int(self._data.lengths[i]) for i in rows),
+            sample_ids=tuple(sample_ids),
+            num_tokens=self.num_tokens(rows),
             num_loss_tokens=int(np.count_nonzero(trained)),
+            position_ids=torch.from_numpy(position_ids) if self._data.is_packed else None,
         )
-
-
-class EpochOrder:
-    """The order of every epoch: a pure function of (seed, epoch), the same on every machine.
-
-    A data set of weight 2.5 gives each row twice, and half of its rows a third time; which half is
-    drawn anew in each epoch. The number of rows is the same in every epoch.
-    """
-
-    def __init__(self, data: TokenizedData, *, seed: int, shuffle: bool) -> None:
-        self._seed, self._shuffle = seed, shuffle
-        self._members = [
-            np.flatnonzero(data.datasets == number) for number in range(len(data.weights))
-        ]
-        self._counts = [
-            max(1, round(len(m) * w)) if len(m) else 0
-            for m, w in zip(self._members, data.weights, strict=True)
-        ]
-        self._cached: tuple[int, Indices] | None = None
-
-    def __len__(self) -> int:
-        return sum(self._counts)
-
-    def epoch(self, epoch: int) -> Indices:
-        """Indices into the data, in the order of ``epoch`` (from 0)."""
-        if self._cached is None or self._cached[0] != epoch:
-            self._cached = (epoch, self._build(epoch))
-        return self._cached[1]
-
-    def _build(self, epoch: int) -> Indices:
-        parts: list[Indices] = []
-        for number, (members, count) in enumerate(zip(self._members, self._counts, strict=True)):
-            if count == 0:
-                continue
-            repeats, rest = divmod(count, len(members))
-            parts.extend([members] * repeats)
-            if rest:
-                drawn = permutation(len(members), seed=self._seed, epoch=epoch, stream=1 + number)[
-                    :rest
-                ]
-                parts.append(members[np.sort(drawn)])
-        rows = np.concatenate(parts)
-        return rows[permutation(len(rows), seed=self._seed, epoch=epoch)] if self._shuffle else rows
-
-
-def permutation(length: int, *, seed: int, epoch: int, stream: int = 0) -> Indices:
-    """A permutation of ``range(length)`` from Philox's raw bits.
-
-    Not ``Generator.permutation``: numpy promises its bit streams across versions, but not its
-    distributions, and a resumed run must find the same rows after an upgrade.
-
-    Args:
-        length: Number of rows.
-        seed: First word of the key.
-        epoch: Second word of the key.
-        stream: Tells draws of one epoch apart.
-
-    Returns:
-        Int64 ``[length]``.
-    """
-    # Arrays, not lists: numpy makes floats of a list that holds an integer above 2**63.
-    key = np.array([seed % 2**64, epoch], dtype=np.uint64)
-    source = np.random.Philox(counter=np.array([0, 0, 0, stream], dtype=np.uint64), key=key)
-    # The low bits carry the index: keys can't tie, so the result doesn't depend on the kind of
-    # sort.
-    bits = np.uint64(length.bit_length())
-    keys = (source.random_raw(length) >> bits << bits) | np.arange(length, dtype=np.uint64)
-    keys.sort()
-    return (keys & np.uint64(2 ** length.bit_length() - 1)).astype(np.int64)

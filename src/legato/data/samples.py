@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -123,6 +124,29 @@ class DataReport:
         ]
 
 
+class Rows(Protocol):
+    """What a loader deals: rows of one sample each, or of several."""
+
+    is_packed: ClassVar[bool]
+
+    @property
+    def lengths(self) -> Indices:
+        """Tokens of each row, int64 ``[R]``."""
+
+    @property
+    def datasets(self) -> Indices:
+        """Number of each row's data set, int64 ``[R]``."""
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """How many times a row of each data set appears in an epoch."""
+
+    def __len__(self) -> int: ...
+
+    def documents(self, row: int) -> list[Sample]:
+        """The samples of one row, in their order."""
+
+
 @dataclass(frozen=True)
 class TokenizedData:
     """Samples as columns; ``len(data)``, ``data[i]``, and any subset without copying a token.
@@ -141,6 +165,8 @@ class TokenizedData:
         weights: How many times a row of each data set appears in an epoch.
         report: What became of the rows.
     """
+
+    is_packed: ClassVar[bool] = False
 
     tokens: Tokens
     trained: Mask
@@ -164,6 +190,10 @@ class TokenizedData:
             trained=self.trained[start : start + length],
             sample_id=self.sample_id(index),
         )
+
+    def documents(self, row: int) -> list[Sample]:
+        """The one sample of a row."""
+        return [self[row]]
 
     def sample_id(self, index: int) -> str:
         """The id of one sample, without touching its tokens."""

@@ -3,11 +3,41 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from legato.data.samples import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens in a row that are all trained, or all not, as text."""
+
+    text: str
+    is_trained: bool
+
+
+def decode_segments(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[Segment]:
+    """Decode a sample in runs of trained and untrained tokens.
+
+    Args:
+        sample: The sample.
+        tokenizer: Decodes it, control tokens included.
+
+    Returns:
+        The runs, in order.
+    """
+    segments: list[Segment] = []
+    position = 0
+    for is_trained, run in itertools.groupby(sample.trained.tolist()):
+        length = len(list(run))
+        ids = sample.input_ids[position : position + length].tolist()
+        position += length
+        text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        segments.append(Segment(text, bool(is_trained)))
+    return segments
 
 
 def marked_sample(
@@ -24,15 +54,7 @@ def marked_sample(
         Text for a rich console.
     """
     text = Text()
-    position = 0
-    for is_trained, run in itertools.groupby(sample.trained.tolist()):
-        length = len(list(run))
-        ids = sample.input_ids[position : position + length].tolist()
-        position += length
-        decoded = tokenizer.decode(
-            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        if is_trained and brackets:
-            decoded = f"[[{decoded}]]"
-        text.append(decoded, style="bold green" if is_trained else "dim")
+    for segment in decode_segments(sample, tokenizer):
+        shown = f"[[{segment.text}]]" if segment.is_trained and brackets else segment.text
+        text.append(shown, style="bold green" if segment.is_trained else "dim")
     return text

@@ -14,7 +14,8 @@ from legato.data.build import build_data, split_validation
 from legato.data.chat import ChatFormatter
 from legato.data.formats import DatasetSpec
 from legato.data.loader import Loader
-from legato.data.samples import TokenizedData
+from legato.data.order import EpochOrder
+from legato.data.samples import Sample, TokenizedData
 from legato.errors import ConfigError, DataError
 from legato.models.load import find_model, load_tokenizer, model_facts
 from legato.parallel.world import World
@@ -106,6 +107,11 @@ def read_samples(config: RunConfig, *, start_date: date) -> Samples:
     elif config.eval_datasets:
         held_out = read([dataset_spec(each) for each in config.eval_datasets])
     return Samples(train, held_out, tokenizer, formatter.chat_template, max_seq_len)
+
+
+def first_samples(data: TokenizedData, *, count: int, seed: int) -> list[Sample]:
+    """The samples that a run comes to first, each as a row of its own."""
+    return [data[int(i)] for i in EpochOrder(data, seed=seed, shuffle=True).epoch(0)[:count]]
 
 
 def build_run_data(

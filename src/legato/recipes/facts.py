@@ -87,7 +87,7 @@ def introduce(facts: StartFacts, data: RunData) -> None:
         logger.info("evaluation: %d rows held out", data.eval_loader.rows_per_epoch)
     logger.info("%s", start_block(facts))
     console = Console(stderr=True)
-    sample = data.train[data.loader.step_rows(1)[0]] if data.loader.steps_per_epoch else None
+    sample = data.loader.first_document()
     if sample is not None:
         console.print(
             f"one sample ({sample.sample_id}), what is trained in [[ ]]:", highlight=False

@@ -30,6 +30,7 @@ VERBS = {
     "download",
     "import gguf",
     "demo",
+    "data show",
     "ckpt ls",
     "ckpt show",
     "ckpt verify",

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legato.data import Batch, DataReport, Loader, Sample, TokenizedData
-from legato.data.loader import permutation
+from legato.data.order import permutation
 from legato.data.samples import SampleColumns
 from legato.errors import ConfigError, DataError
 

@@ -1,0 +1,141 @@
+"""``legato data``: look at what a config makes of its data, before anything is trained."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from legato.cli.show import show_json
+
+if TYPE_CHECKING:
+    from legato.data.overview import Overview, Repeats
+    from legato.data.samples import Sample
+    from legato.recipes.data import Samples
+
+app = typer.Typer(no_args_is_help=True, help="Look at the data before training on it.")
+
+_BAR_WIDTH = 40
+
+
+@app.callback()
+def _group() -> None:
+    """Look at the data before training on it."""
+
+
+@app.command("show")
+def show(
+    config: Annotated[str, typer.Argument(help="A name as `legato ls` shows it, or a file.")],
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE | ~KEY]...", help="Changes to it.")
+    ] = None,
+    count: Annotated[
+        int, typer.Option("-n", help="Samples to show, the first that a run trains on.", min=0)
+    ] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show samples with what is trained in them, lengths, duplicates, and what was left out."""
+    import datetime as dt
+
+    from legato.cli.arguments import read_config
+    from legato.cli.validate import local_problems
+    from legato.data.overview import build_overview
+    from legato.errors import ConfigError
+
+    loaded = read_config(config, words or [])
+    if problems := [loaded.origins.tell(problem) for problem in local_problems(loaded)]:
+        raise ConfigError(problems)
+
+    from legato.recipes.data import first_samples, read_samples
+
+    run = loaded.config
+    samples = read_samples(run, start_date=dt.date.today())
+    overview = build_overview(
+        samples.train,
+        samples.held_out,
+        max_seq_len=samples.max_seq_len,
+        batch_size=run.batch_size,
+        global_batch_size=run.batch_size * run.gradient_accumulation_steps,
+        seed=run.seed,
+    )
+    shown = first_samples(samples.train, count=count, seed=run.seed)
+    if as_json:
+        show_json(_facts(samples, overview, shown))
+    else:
+        _print(samples, overview, shown, packing=run.packing)
+
+
+def _facts(samples: Samples, overview: Overview, shown: list[Sample]) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from legato.data.show import decode_segments
+
+    reports = samples.train.report
+    held_out = samples.held_out.report.datasets if samples.held_out is not None else ()
+    return {
+        **asdict(overview),
+        "max_seq_len": samples.max_seq_len,
+        "notes": list(reports.notes),
+        "warnings": list(reports.warnings),
+        "datasets": [asdict(report) for report in reports.datasets],
+        "eval_datasets": [asdict(r) for r in held_out if r not in reports.datasets],
+        "samples": [
+            {
+                "sample_id": sample.sample_id,
+                "num_tokens": len(sample.input_ids),
+                "num_loss_tokens": sample.num_loss_tokens,
+                "segments": [asdict(s) for s in decode_segments(sample, samples.tokenizer)],
+            }
+            for sample in shown
+        ],
+    }
+
+
+def _print(samples: Samples, overview: Overview, shown: list[Sample], *, packing: bool) -> None:
+    from rich.console import Console
+
+    from legato.data.show import marked_sample
+
+    # Colours say what is trained; where there are none, brackets do.
+    console = Console(markup=False, highlight=False, soft_wrap=True)
+    for sample in shown:
+        console.print(
+            f"--- {sample.sample_id}: {len(sample.input_ids)} tokens, "
+            f"{sample.num_loss_tokens} trained"
+        )
+        console.print(
+            marked_sample(sample, samples.tokenizer, brackets=console.color_system is None)
+        )
+    if shown:
+        console.print()
+    for line in samples.train.report.lines():
+        console.print(line)
+    if samples.held_out is not None:
+        console.print(f"evaluation: {overview.num_held_out:,} samples")
+    for line in (
+        *_repeat_lines("duplicates", overview.duplicates, "are equal to an earlier one"),
+        *_repeat_lines("evaluation", overview.leaked, "are trained on as well"),
+    ):
+        console.print(line)
+    console.print(
+        f"tokens per slot: {overview.padded_efficiency:.2f} with one sample in a row, "
+        f"{overview.packed_efficiency:.2f} packed into {overview.num_packed_rows:,} rows of "
+        f"{samples.max_seq_len:,} (packing is {'on' if packing else 'off'})"
+    )
+    console.print("tokens of a sample:")
+    most = max(each.count for each in overview.histogram)
+    label = len(str(overview.histogram[-1].last))
+    for each in overview.histogram:
+        bar = "#" * -(-each.count * _BAR_WIDTH // most)
+        span = f"{each.first:>{label}} - {each.last:>{label}}"
+        console.print(f"  {span}  {each.count:>9,}  {bar}".rstrip())
+    sys.stdout.flush()
+
+
+def _repeat_lines(what: str, repeats: Repeats, are: str) -> list[str]:
+    if repeats.count == 0:
+        return []
+    named = ", ".join(f"{this} = {other}" for this, other in repeats.examples)
+    more = ", ..." if repeats.count > len(repeats.examples) else ""
+    return [f"{what}: {repeats.count:,} samples {are} ({named}{more})"]
