@@ -42,7 +42,9 @@ def show_config(
 
 
 def copy_config(
-    config: Annotated[str, typer.Argument(help="A name as `legato ls` shows it, or a file.")],
+    config: Annotated[
+        str, typer.Argument(help="A config or recipe as `legato ls` shows it, or a file.")
+    ],
     destination: Annotated[Path, typer.Argument(help="The new file, or a folder to put it in.")],
     no_clobber: Annotated[
         bool, typer.Option("-n", "--no-clobber", help="Leave a file that is there, say so, exit 0.")
@@ -54,14 +56,14 @@ def copy_config(
         bool, typer.Option("--make-parents", help="Make the destination's folders.")
     ] = False,
 ) -> None:
-    """Copy a config to change it."""
-    from legato.config import catalog
+    """Copy a config to change it, or a recipe as a script on the public API."""
+    from legato.config.schema import RECIPES
     from legato.errors import UsageError
 
-    source = catalog.find_config(config)
-    target = destination / f"{source.name}.yaml" if destination.is_dir() else destination
-    if target.suffix not in (".yaml", ".yml"):
-        raise UsageError(f"{target}: expected a name that ends in .yaml")
+    name, suffixes, text = _script(config) if config in RECIPES else _config(config)
+    target = destination / f"{name}{suffixes[0]}" if destination.is_dir() else destination
+    if target.suffix not in suffixes:
+        raise UsageError(f"{target}: expected a name that ends in {suffixes[0]}")
     if target.exists() and not force:
         if no_clobber:
             typer.echo(f"{target} is there already; nothing copied")
@@ -71,10 +73,23 @@ def copy_config(
         target.parent.mkdir(parents=True, exist_ok=True)
     elif not target.parent.is_dir():
         raise UsageError(f"{target.parent}: no such folder. --make-parents makes it")
+    target.write_text(text, encoding="utf-8")
+    typer.echo(f"copied to {target}")
+
+
+def _config(name: str) -> tuple[str, tuple[str, ...], str]:
+    from legato.config import catalog
+
+    source = catalog.find_config(name)
     # Editors find the schema of a packaged config beside it; a copy needs to be told where that is.
     lines = [
         f"{_MODELINE}{catalog.SCHEMA_FILE}\n" if line.startswith(_MODELINE) else line
         for line in source.text.splitlines(keepends=True)
     ]
-    target.write_text("".join(lines), encoding="utf-8")
-    typer.echo(f"copied to {target}")
+    return source.name, (".yaml", ".yml"), "".join(lines)
+
+
+def _script(recipe: str) -> tuple[str, tuple[str, ...], str]:
+    from importlib.resources import files
+
+    return recipe, (".py",), files("legato.recipes").joinpath("loop_script.py").read_text("utf-8")

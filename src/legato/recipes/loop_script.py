@@ -1,0 +1,72 @@
+"""Fine-tuning written out, to copy and change.
+
+    legato run ./my.py --config my.yaml [key=value ...]
+
+It does what ``legato run --config my.yaml`` does on one device, full or LoRA by the config's recipe,
+and reads the same checkpoints: stop either one, and the other goes on.
+"""
+
+import logging
+import sys
+from datetime import date
+
+from legato import load_config
+from legato.parallel.world import World
+from legato.recipes.data import build_run_data
+from legato.recipes.parts import build_parts
+from legato.recipes.plan import plan_global_batch, plan_total_steps, rate_of
+from legato.recipes.run import open_checkpointer
+from legato.train.state import TrainState
+from legato.train.step import train_step
+
+logger = logging.getLogger("legato.script")
+
+
+def main(config_file: str, *overrides: str) -> None:
+    """Train as the config says; the same command again goes on where it was stopped."""
+    loaded = load_config(config_file, overrides)
+    config, world = loaded.config, World.single(loaded.config.device)
+    with open_checkpointer(
+        config, config_name=loaded.name, config_yaml=loaded.yaml, start_over=False, world=world
+    ) as checkpointer:
+        state = TrainState(facts={"start_date": date.today().isoformat()})
+        if checkpointer.source is not None:
+            state.load_state_dict(checkpointer.read_trainer_state(checkpointer.source))
+        rows = plan_global_batch(config, state.facts, world_size=1)
+        start = date.fromisoformat(state.facts["start_date"])
+        data = build_run_data(config, start_date=start, world=world, global_batch_size=rows)
+        parts = build_parts(config, data, world=world, state=state)
+        checkpointer.restore(parts.saved)
+
+        values, model = config.model_dump(mode="json"), parts.model
+        total_steps = plan_total_steps(config, data.loader.steps_per_epoch)
+        state.facts |= {"config": values, "total_steps": total_steps, "global_batch_size": rows}
+        learning_rate = rate_of(values, total_steps=total_steps)
+        for step in range(state.step + 1, total_steps + 1):
+            result = train_step(
+                data.loader.micro_batches(step),
+                decode=model.decode,
+                head=model.head,
+                optimizer=parts.optimizer,
+                parameters=model.parameters,
+                masters=model.masters,
+                lr=learning_rate(step),
+                clip_grad_norm=config.clip_grad_norm,
+                seed=config.seed,
+                step=step,
+                before_update=checkpointer.wait_staged,
+            )
+            state.advance(
+                rows=len(data.loader.step_rows(step)),
+                tokens=result.num_tokens,
+                loss=result.loss,
+                loss_tokens=result.num_loss_tokens,
+            )
+            logger.info("step %d/%d  loss %.4f", step, total_steps, result.loss)
+            if reason := checkpointer.due(step):
+                checkpointer.save(parts.saved, step=step, reason=reason)
+        checkpointer.save(parts.saved, step=state.step, reason="final")
+
+
+if __name__ == "__main__":
+    main(*[word for word in sys.argv[1:] if word != "--config"])
