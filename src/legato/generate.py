@@ -62,6 +62,7 @@ def generate_batch(
     batch_size: int = 8,
     temperature: float = 0.0,
     seed: int = 0,
+    on_answers: Callable[[int], None] | None = None,
 ) -> list[str]:
     """Answer each prompt.
 
@@ -77,6 +78,7 @@ def generate_batch(
         batch_size: Prompts at a time.
         temperature: 0 takes the most probable token; above, samples.
         seed: Seed of the samples.
+        on_answers: Called after each batch with the number of its answers.
 
     Returns:
         The answers in the order of the prompts, without special tokens.
@@ -94,6 +96,8 @@ def generate_batch(
             chosen = order[start : start + batch_size]
             texts = _answer(model, tokenizer, [rows[i] for i in chosen], options)
             answers.update(zip(chosen, texts, strict=True))
+            if on_answers is not None:
+                on_answers(len(texts))
     return [answers[i] for i in range(len(rows))]
 
 

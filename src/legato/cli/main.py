@@ -25,6 +25,8 @@ VERBS: dict[str, str] = {
     "import": "legato.cli.models:import_app",
     "data": "legato.cli.data:app",
     "ckpt": "legato.cli.ckpt:app",
+    "chat": "legato.cli.chat:chat",
+    "generate": "legato.cli.generate:generate",
     "demo": "legato.cli.demo:demo",
 }
 """Verb -> the function or group of verbs behind it, in the order of ``--help``."""

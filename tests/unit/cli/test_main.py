@@ -29,6 +29,8 @@ VERBS = {
     "validate",
     "download",
     "import gguf",
+    "chat",
+    "generate",
     "demo",
     "data show",
     "ckpt ls",

@@ -1,0 +1,102 @@
+"""What ``chat`` and ``generate`` share: their options, and a model that is ready to answer."""
+
+from __future__ import annotations
+
+import datetime as dt
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from legato.errors import UsageError
+
+Folder = Annotated[
+    str,
+    typer.Argument(
+        help="A step folder, a run's `latest`, an adapter, any Hugging Face folder, a hub id."
+    ),
+]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")]
+Temperature = Annotated[
+    float, typer.Option(min=0.0, help="0: the most probable token; above: samples.")
+]
+Seed = Annotated[int, typer.Option(help="Seed of the samples.")]
+ChatTemplate = Annotated[
+    str,
+    typer.Option(
+        help="auto (the folder's own; the packaged alpaca where it has none), alpaca, chatml, "
+        "or a Jinja file."
+    ),
+]
+Dtype = Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; the files' own where absent.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that lies in the model's folder.")
+]
+
+
+def load_to_answer(
+    folder: str,
+    *,
+    chat_template: str | None,
+    dtype: str | None,
+    device: str,
+    trust_remote_code: bool,
+) -> tuple[Any, Any]:
+    """A model and its tokenizer, with a chat template.
+
+    Args:
+        folder: A folder or a hub id.
+        chat_template: As the config key of that name; None leaves the tokenizer as it is.
+        dtype: A name of :func:`dtype_of`, or None for the files' own.
+        device: As the config key of that name.
+        trust_remote_code: Run code that lies in the model's folder.
+
+    Returns:
+        The model in evaluation mode, and the tokenizer.
+
+    Raises:
+        LegatoError: The folder, the template or the device can't be used.
+    """
+    from legato.data.templates import resolve_template
+    from legato.generate import load_for_generation
+    from legato.parallel.world import pick_device
+
+    model, tokenizer = load_for_generation(
+        folder,
+        dtype=None if dtype is None else dtype_of(dtype),
+        device=pick_device(device),
+        trust_remote_code=trust_remote_code,
+    )
+    if chat_template is not None:
+        found = resolve_template(tokenizer, chat_template, start_date=dt.date.today())
+        if found.note:
+            typer.echo(found.note, err=True)
+        tokenizer.chat_template = found.text
+    return model, tokenizer
+
+
+def dtype_of(name: str) -> Any:
+    """The torch dtype of ``bf16``, ``fp16`` or ``fp32``.
+
+    Args:
+        name: What was typed.
+
+    Returns:
+        The dtype.
+
+    Raises:
+        UsageError: Another name.
+    """
+    import torch
+
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    if name not in dtypes:
+        raise UsageError(f"--dtype {name}: expected {', '.join(dtypes)}")
+    return dtypes[name]
+
+
+def refuse_existing(path: Path) -> None:
+    """Stop before any work when the file to write is there already."""
+    if path.exists():
+        raise UsageError(f"{path}: is already there. Remove it, or choose another name")

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from legato.cli.main import main
+from legato.generate import generate_batch, load_for_generation
+from tests.helpers import tiny
+
+
+def run(folder: Path, prompts: Path, output: Path, *options: str) -> int:
+    words = ["generate", str(folder), "--prompts", str(prompts), "--output", str(output)]
+    return main([*words, "--max-new-tokens", "7", "--device", "cpu", *options])
+
+
+def answers_to(folder: Path, prompts: list[Any]) -> list[str]:
+    return generate_batch(*load_for_generation(folder), prompts, max_new_tokens=7)
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_each_line_of_a_text_is_asked_and_the_answers_keep_its_order(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "p.txt").write_text("seven ropes to Kyoto\n\ntwo\nlamps\n")
+    assert run(tiny_model_dir, tmp_path / "p.txt", tmp_path / "a.jsonl", "--batch-size", "2") == 0
+    prompts = [user("seven ropes to Kyoto"), user("two"), user("lamps")]
+    expected = answers_to(tiny_model_dir, prompts)
+    assert rows_of(tmp_path / "a.jsonl") == [
+        {"sample_id": f"p.txt:{line}", "prompt": prompt, "answer": answer}
+        for line, prompt, answer in zip([1, 3, 4], prompts, expected, strict=True)
+    ]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "p.txt"]
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"prompt": "two"}, user("two")),
+        ({"prompt": "two", "completion": "no"}, user("two")),
+        ({"prompt": user("two")}, user("two")),
+        ({"messages": user("two")}, user("two")),
+        (
+            {"messages": [*user("a"), {"role": "assistant", "content": "b"}, *user("c")]},
+            [*user("a"), {"role": "assistant", "content": "b"}, *user("c")],
+        ),
+        ({"messages": [*user("two"), {"role": "assistant", "content": "no"}]}, user("two")),
+        ({"instruction": "Count", "input": "mugs", "output": "no"}, user("Count\n\nmugs")),
+    ],
+)
+def test_a_row_of_any_format_is_asked_without_its_answer(
+    tiny_model_dir: Path, tmp_path: Path, row: dict[str, Any], prompt: list[dict[str, str]]
+) -> None:
+    (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
+    assert run(tiny_model_dir, tmp_path / "p.jsonl", tmp_path / "a.jsonl") == 0
+    [written] = rows_of(tmp_path / "a.jsonl")
+    assert written["prompt"] == prompt
+    assert [written["answer"]] == answers_to(tiny_model_dir, [prompt])
+
+
+def test_raw_continues_texts_as_they_stand(tmp_path: Path) -> None:
+    folder = tiny.write_model(tmp_path / "base", chat_template=None)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "two mugs"}\n{"prompt": "a"}\n')
+    assert run(folder, tmp_path / "p.jsonl", tmp_path / "a.jsonl", "--raw", "--limit", "1") == 0
+    assert rows_of(tmp_path / "a.jsonl") == [
+        {
+            "sample_id": "p.jsonl:1",
+            "prompt": "two mugs",
+            "answer": answers_to(folder, ["two mugs"])[0],
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "message"),
+    [
+        ("p.txt", None, [], "p.txt: there is no such file"),
+        ("p.txt", "\n \n", [], "p.txt: holds no prompt"),
+        ("p.jsonl", '{"prompt": "a"}\n{broken\n', [], "p.jsonl:2"),
+        ("p.jsonl", '{"text": "a"}\n', [], "p.jsonl:1: holds no question, only text"),
+        ("p.jsonl", '{"what": "a"}\n', [], "can't tell the format from the columns"),
+        ("p.jsonl", '{"messages": []}\n', ["--raw"], "p.jsonl:1: --raw continues texts"),
+    ],
+)
+def test_a_file_without_usable_prompts_is_an_error_and_writes_nothing(
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    name: str,
+    content: str | None,
+    options: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    assert run(tiny_model_dir, tmp_path / name, tmp_path / "a.jsonl", *options) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "a.jsonl").exists()
+
+
+def test_an_output_that_is_there_is_never_overwritten(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "p.txt").write_text("two\n")
+    (tmp_path / "a.jsonl").write_text("mine")
+    assert run(tiny_model_dir, tmp_path / "p.txt", tmp_path / "a.jsonl") == 2
+    assert "a.jsonl: is already there" in capsys.readouterr().err
+    assert (tmp_path / "a.jsonl").read_text() == "mine"
