@@ -184,7 +184,11 @@ def train_with_legato(args: argparse.Namespace) -> dict[str, Any]:
     steps = tokenized_steps(loaded.config, args=args)
     with CpuWatch(BACKGROUND_THREAD) as watch:
         recipes.run(loaded.config, config_name=loaded.name, config_yaml=loaded.yaml)
-    done = [e for e in read_events(folder / "run" / "metrics.jsonl") if e["event"] == "step"]
+    events = list(read_events(folder / "run" / "metrics.jsonl"))
+    saved = [e["step"] for e in events if e["event"] == "save" and e["path"] is not None]
+    if len(saved) != (args.saves if saving else 0) + 1:  # and the one at the end
+        sys.exit(f"saved at {saved}")
+    done = [event for event in events if event["event"] == "step"]
     found = result(
         steps,
         step_ends=[event["time"] for event in done],
