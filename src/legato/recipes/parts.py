@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from legato.checkpoint import (
     EpochEnd,
@@ -27,23 +26,19 @@ from legato.checkpoint import (
 from legato.checkpoint.policy import KeepPolicy, SavePolicy
 from legato.config.schema import RunConfig, Schedule
 from legato.data.loader import Loader
-from legato.models.compile import compile_blocks
-from legato.models.load import load_model, split_head
 from legato.models.names import named_weights
-from legato.models.wrap import apply_activation_checkpointing
 from legato.optim.build import build_optimizer
 from legato.parallel.world import World
 from legato.recipes.data import RunData
-from legato.recipes.methods import METHODS, read_folder
+from legato.recipes.methods import read_folder
+from legato.recipes.model import DTYPES, build_model
 from legato.train.evaluate import evaluate
-from legato.train.masters import Masters
 from legato.train.state import TrainState
 from legato.train.trainer import Evaluate, TrainableModel, WatchedMetric
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class RunParts:
@@ -56,6 +51,7 @@ class RunParts:
         evaluate: Evaluation loss; None without evaluation data.
         num_parameters: All parameters, tied ones once.
         num_trainable_parameters: Those that train.
+        bytes_read: Bytes of the base's weights that this rank read; None: all of them.
     """
 
     model: TrainableModel
@@ -64,10 +60,13 @@ class RunParts:
     evaluate: Evaluate | None
     num_parameters: int
     num_trainable_parameters: int
+    bytes_read: int | None = None
 
 
 def build_parts(config: RunConfig, data: RunData, *, world: World, state: TrainState) -> RunParts:
     """Load the model, prepare it by the config's method, and build its optimizer.
+
+    Collective if the recipe is a distributed one.
 
     Args:
         config: The run.
@@ -81,35 +80,16 @@ def build_parts(config: RunConfig, data: RunData, *, world: World, state: TrainS
     Raises:
         LegatoError: A model that can't be used.
     """
+    loaded = build_model(config, world=world)
+    module, trained = loaded.trained.module, loaded.trained
     dtype = DTYPES[config.dtype]
-    base = load_model(
-        config.model,
-        dtype=dtype,
-        device=world.device,
-        attention=config.attention,
-        trust_remote_code=config.trust_remote_code,
-    )
-    trained = METHODS[config.recipe](base, config)
-    module = trained.module
-    decode, head = split_head(module)
-    if every := int(config.enable_activation_checkpointing):
-        apply_activation_checkpointing(module, every=every)
-    if config.compile:
-        options = {} if config.compile is True else config.compile.model_dump(exclude={"scope"})
-        compile_blocks(module, **options)
-
-    trainable = named_weights(module, trainable_only=True)
-    parameters = {n: t for n, t in trainable.items() if isinstance(t, nn.Parameter)}
-    keep_masters = config.master_weights == "fp32"
-    masters = Masters(parameters) if keep_masters else None
-    held = masters.tensors if masters is not None else parameters
     optimizer = build_optimizer(
-        held,
+        loaded.parameters,
         name=config.optimizer.name,
         lr=config.optimizer.lr,
         weight_decay=config.optimizer.weight_decay,
         betas=config.optimizer.betas,
-        stochastic_rounding=dtype != torch.float32 and not keep_masters,
+        stochastic_rounding=dtype != torch.float32 and config.master_weights != "fp32",
     )
     saved = {
         "model": ModelPart(
@@ -117,19 +97,27 @@ def build_parts(config: RunConfig, data: RunData, *, world: World, state: TrainS
             kind=trained.kind,
             keys=trained.keys,
             file_dtype=dtype,
-            masters=masters.copies if masters is not None else {},
+            masters=loaded.stored_masters,
             files={**trained.files, **tokenizer_files(data.tokenizer, data.chat_template)},
         ),
-        "optimizer": OptimizerPart(optimizer, names=held),
+        "optimizer": OptimizerPart(optimizer, names=loaded.parameters),
         "trainer": state,
     }
     return RunParts(
-        model=TrainableModel(module, decode, head, held, masters),
+        model=TrainableModel(
+            module=module,
+            decode=loaded.decode,
+            head=loaded.head,
+            parameters=loaded.parameters,
+            masters=loaded.masters,
+            set_gradient_sync=loaded.set_gradient_sync,
+        ),
         optimizer=optimizer,
         saved=saved,
-        evaluate=_evaluation(data.eval_loader, module, decode, head, world),
+        evaluate=_evaluation(data.eval_loader, module, loaded.decode, loaded.head, world),
         num_parameters=sum(p.numel() for p in module.parameters()),
-        num_trainable_parameters=sum(p.numel() for p in parameters.values()),
+        num_trainable_parameters=sum(p.numel() for p in loaded.parameters.values()),
+        bytes_read=loaded.bytes_read,
     )
 
 

@@ -1,0 +1,175 @@
+"""The model of a run, loaded, prepared by its method and spread over the ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from legato.config.rules import is_distributed
+from legato.config.schema import RunConfig
+from legato.errors import ConfigError
+from legato.models.head import check_halves
+from legato.models.load import load_meta_model, load_model, split_head
+from legato.models.lora import fill_magnitudes
+from legato.models.names import named_weights
+from legato.models.shard import Sharding, free_gathered, gradient_sync, sharded_decode
+from legato.models.wrap import wrap_model
+from legato.parallel.mesh import build_mesh, plan_mesh
+from legato.parallel.world import World
+from legato.recipes.methods import METHODS, Trained
+from legato.train.masters import Masters
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that is ready to train.
+
+    Attributes:
+        trained: The method's module, and what a step folder holds of it.
+        decode: ``(input_ids [B, T]) -> hidden [B, T, D]``.
+        head: ``hidden [N, D] -> logits [N, V]``.
+        parameters: Canonical name -> what the optimizer updates: trainable parameters or masters.
+        masters: Copies in fp32 beside the parameters; None when there are none.
+        stored_masters: Canonical name -> fp32 tensor that the weight file's value is rounded from.
+        set_gradient_sync: Told whether the next backward is to add gradients up over the ranks;
+            None on a single device.
+        bytes_read: Bytes of weights that this rank read; None: all of them.
+    """
+
+    trained: Trained
+    decode: Callable[..., Any]
+    head: nn.Module
+    parameters: Mapping[str, nn.Parameter]
+    masters: Masters | None
+    stored_masters: Mapping[str, Tensor]
+    set_gradient_sync: Callable[[bool], object] | None = None
+    bytes_read: int | None = None
+
+
+def build_model(config: RunConfig, *, world: World) -> LoadedModel:
+    """Load the config's model and prepare it by its method; the weights are those of the base.
+
+    Collective if the recipe is a distributed one.
+
+    Args:
+        config: The run.
+        world: Where it computes.
+
+    Returns:
+        The model.
+
+    Raises:
+        LegatoError: A model that can't be used, or a mesh that doesn't fit the world.
+    """
+    sharding = plan_sharding(config, world)
+    return _whole(config, world) if sharding is None else _sharded(config, world, sharding)
+
+
+def plan_sharding(config: RunConfig, world: World) -> Sharding | None:
+    """How the config spreads the model over the ranks; None: each has all of it, being alone."""
+    if not is_distributed(config):
+        return None
+    plan = plan_mesh(
+        dp_shard=config.dp_shard, dp_replicate=config.dp_replicate, world_size=world.world_size
+    )
+    if config.cpu_offload and world.device.type == "cpu":
+        raise ConfigError(
+            "cpu_offload: this run computes on the cpu, so everything is in host memory already. "
+            "Leave it out."
+        )
+    if world.world_size == 1 and not config.cpu_offload:
+        return None
+    return Sharding(
+        mesh=build_mesh(plan, device_type=world.device.type),
+        compute_dtype=DTYPES[config.dtype],
+        reshard_after_forward=config.reshard_after_forward,
+        cpu_offload=config.cpu_offload,
+    )
+
+
+def _whole(config: RunConfig, world: World) -> LoadedModel:
+    base = load_model(
+        config.model,
+        dtype=DTYPES[config.dtype],
+        device=world.device,
+        attention=config.attention,
+        trust_remote_code=config.trust_remote_code,
+    )
+    trained = METHODS[config.recipe](base, config)
+    decode, head = split_head(trained.module)
+    wrap_model(trained.module, **_wrapping(config))
+    parameters = _trainable(trained.module)
+    masters = Masters(parameters) if config.master_weights == "fp32" else None
+    return LoadedModel(
+        trained=trained,
+        decode=decode,
+        head=head,
+        parameters=masters.tensors if masters is not None else parameters,
+        masters=masters,
+        stored_masters=masters.copies if masters is not None else {},
+    )
+
+
+def _sharded(config: RunConfig, world: World, sharding: Sharding) -> LoadedModel:
+    dtype = DTYPES[config.dtype]
+    base = load_meta_model(
+        config.model,
+        dtype=dtype,
+        device=world.device,
+        attention=config.attention,
+        trust_remote_code=config.trust_remote_code,
+    )
+    trained = METHODS[config.recipe](base.model, config)
+    module = trained.module
+    decoder, head = split_head(module)
+    stored: Mapping[str, Tensor] = {}
+    is_rounded = config.master_weights == "fp32" and dtype != torch.float32
+    if is_rounded:
+        # The parts are fp32 and the gathered weights bf16: no second copy is needed.
+        for parameter in _trainable(module).values():
+            parameter.data = parameter.data.float()
+    wrap_model(module, **_wrapping(config), sharding=sharding)
+    base.fill(module, device=world.device, cpu_offload=sharding.cpu_offload)
+    if config.use_dora:
+        fill_magnitudes(module)
+    decode = sharded_decode(module, decoder)
+    check_halves(module, decode, head)
+    free_gathered(module)
+    parameters = _trainable(module)
+    if is_rounded:
+        stored = parameters
+    logger.info("read %d bytes of weights", base.reader.bytes_read)
+    return LoadedModel(
+        trained=trained,
+        decode=decode,
+        head=head,
+        parameters=parameters,
+        masters=None,
+        stored_masters=stored,
+        set_gradient_sync=gradient_sync(module, keeps_whole_gradients=trained.kind == "adapter"),
+        bytes_read=base.reader.bytes_read,
+    )
+
+
+def _wrapping(config: RunConfig) -> dict[str, Any]:
+    options: dict[str, Any] | None = None
+    if config.compile:
+        options = {} if config.compile is True else config.compile.model_dump(exclude={"scope"})
+    return {
+        "checkpoint_every": int(config.enable_activation_checkpointing),
+        "compile_options": options,
+    }
+
+
+def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    weights = named_weights(module, trainable_only=True)
+    return {name: t for name, t in weights.items() if isinstance(t, nn.Parameter)}
