@@ -27,6 +27,7 @@ VERBS: dict[str, str] = {
     "ckpt": "legato.cli.ckpt:app",
     "chat": "legato.cli.chat:chat",
     "generate": "legato.cli.generate:generate",
+    "merge": "legato.cli.merge:merge",
     "demo": "legato.cli.demo:demo",
 }
 """Verb -> the function or group of verbs behind it, in the order of ``--help``."""

@@ -31,6 +31,7 @@ VERBS = {
     "import gguf",
     "chat",
     "generate",
+    "merge",
     "demo",
     "data show",
     "ckpt ls",
