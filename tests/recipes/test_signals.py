@@ -17,15 +17,15 @@ from tests.helpers.runs import RECIPES, legato, losses, steps_in, write_config
 pytestmark = pytest.mark.slow
 
 
-def start(config: Path, *arguments: str) -> subprocess.Popen[str]:
+def start(config: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    """A run in a process of its own; what it says goes to said.txt beside its config."""
     command = [sys.executable, "-m", "legato", "run", "--config", str(config), *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    with (config.parent / "said.txt").open("wb") as said:
+        return subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT)
 
 
-def wait_for_step(output_dir: Path, step: int, process: subprocess.Popen[str]) -> None:
+def wait_for_step(output_dir: Path, step: int, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if (output_dir / "metrics.jsonl").exists():
@@ -34,7 +34,7 @@ def wait_for_step(output_dir: Path, step: int, process: subprocess.Popen[str]) -
             ]
             if done and max(done) >= step:
                 return
-        assert process.poll() is None, process.stdout.read() if process.stdout else ""
+        assert process.poll() is None, (output_dir.parent / "said.txt").read_text()
         time.sleep(0.05)
     raise AssertionError(f"step {step} wasn't reached")
 
@@ -51,7 +51,8 @@ def test_a_stop_signal_saves_the_step_it_came_in_and_the_same_command_goes_on(
     process = start(config)
     wait_for_step(out, 3, process)
     process.send_signal(number)
-    output, _ = process.communicate(timeout=120)
+    process.wait(timeout=120)
+    output = (tmp_path / "said.txt").read_text()
     assert process.returncode == code, output
     assert "Traceback" not in output
     [step] = steps_in(out)
@@ -79,7 +80,7 @@ def test_sigusr1_and_the_trigger_file_save_and_go_on(tmp_path: Path, tiny_model_
     assert len(steps_in(out)) == 2
     assert not (out / "SAVE").exists()
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=120)
+    process.wait(timeout=120)
     assert process.returncode == 143
     assert steps_in(out)[0] == first
     assert len(steps_in(out)) == 3

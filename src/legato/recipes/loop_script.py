@@ -2,8 +2,8 @@
 
     legato run ./my.py --config my.yaml [key=value ...]
 
-It does what ``legato run --config my.yaml`` does on one device, full or LoRA by the config's recipe,
-and reads the same checkpoints: stop either one, and the other goes on.
+It does what ``legato run --config my.yaml`` does on one device, full or LoRA by the config's
+recipe, and reads the same checkpoints: stop either one, and the other goes on.
 """
 
 import logging
