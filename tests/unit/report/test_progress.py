@@ -75,17 +75,16 @@ def test_on_a_terminal_log_lines_go_above_the_bar(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "__stderr__", terminal)
     handler = logging.StreamHandler()
     logger = logging.getLogger("legato")
-    logger.addHandler(handler)
-    try:
-        console = Console(stderr=True, force_terminal=True, width=60)
-        with Progress(total_steps=2, console=console) as progress:
-            progress.step(facts(1))
-            before = len(terminal.getvalue())
-            logger.warning("step_1 is slow")
-            written = terminal.getvalue()[before:]
-        assert handler.stream is terminal
-    finally:
-        logger.removeHandler(handler)
+    monkeypatch.setattr(logger, "handlers", [handler])
+    monkeypatch.setattr(logger, "propagate", False)
+
+    console = Console(stderr=True, force_terminal=True, width=60)
+    with Progress(total_steps=2, console=console) as progress:
+        progress.step(facts(1))
+        before = len(terminal.getvalue())
+        logger.warning("step_1 is slow")
+        written = terminal.getvalue()[before:]
+    assert handler.stream is terminal
     # The line is written first, after the cursor went up over the bar; then the bar again.
     assert written.startswith("\r\x1b[2K\x1b[1A\x1b[2K")
     assert written.index("step_1 is slow") < written.index("/2 ")
