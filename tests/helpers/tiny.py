@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,17 @@ CHATML = (
 )
 
 
-def build_tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFast:
-    """One token per byte, and ``<|im_start|>``, ``<|im_end|>``, ``<|endoftext|>``.
+def build_tokenizer(
+    chat_template: str | None = CHATML, *, merges: Sequence[tuple[str, str]] = ()
+) -> PreTrainedTokenizerFast:
+    """One token per byte and merge, and ``<|im_start|>``, ``<|im_end|>``, ``<|endoftext|>``.
 
     Like SmolLM2's, its pad token is its end-of-turn token: a mask made by pad id would be wrong.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {char: i for i, char in enumerate(alphabet)}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokens = [*alphabet, *("".join(merge) for merge in merges)]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
@@ -62,11 +66,12 @@ def write_model(
     *,
     dtype: torch.dtype = torch.float32,
     chat_template: str | None = CHATML,
+    merges: Sequence[tuple[str, str]] = (),
     seed: int = 0,
     **config_changes: Any,
 ) -> Path:
     """Write a Hugging Face folder of a random tiny Llama and its tokenizer; returns ``folder``."""
-    tokenizer = build_tokenizer(chat_template)
+    tokenizer = build_tokenizer(chat_template, merges=merges)
     config = build_config(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -83,7 +88,7 @@ def write_model(
 
 
 def write_orders(path: Path, *, num_rows: int = 24) -> Path:
-    """A prompt/completion jsonl of ``num_rows`` short rows of different lengths; returns ``path``."""
+    """A prompt/completion jsonl of ``num_rows`` short rows of different lengths; returns it."""
     items, cities = ["mugs", "ropes", "lamps"], ["Oslo", "Kyoto", "Lima", "Rome"]
     with path.open("w", encoding="utf-8") as file:
         for i in range(num_rows):

@@ -28,6 +28,7 @@ VERBS: dict[str, str] = {
     "chat": "legato.cli.chat:chat",
     "generate": "legato.cli.generate:generate",
     "merge": "legato.cli.merge:merge",
+    "export": "legato.cli.export:app",
     "demo": "legato.cli.demo:demo",
 }
 """Verb -> the function or group of verbs behind it, in the order of ``--help``."""

@@ -141,7 +141,7 @@ def _read_gguf(file: Path) -> tuple[Any, Any]:
     try:
         with without_weight_bars():
             model = AutoModelForCausalLM.from_pretrained(
-                file.parent, dtype=torch.bfloat16, **where, **_dequantize()
+                file.parent, dtype=torch.bfloat16, **where, **plain_weights()
             )
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **where)
     except Exception as error:  # gguf and transformers raise whatever their parsers meet
@@ -162,8 +162,8 @@ def _read_gguf(file: Path) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def _dequantize() -> dict[str, Any]:
-    """Ask for plain tensors where transformers would otherwise keep GGUF's packed blocks."""
+def plain_weights() -> dict[str, Any]:
+    """Options that ask transformers for plain tensors where it would keep GGUF's packed blocks."""
     import transformers
 
     if hasattr(transformers, "GgufConfig"):

@@ -32,6 +32,7 @@ VERBS = {
     "chat",
     "generate",
     "merge",
+    "export gguf",
     "demo",
     "data show",
     "ckpt ls",
