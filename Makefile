@@ -21,7 +21,7 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED) $(TEST_MODEL)/config.json
 	$(PYTEST) tests/unit -n 2
-	$(PYTEST) tests/distributed tests/crash tests/recipes tests/gpu
+	$(PYTEST) tests/distributed tests/crash tests/integrations tests/recipes tests/gpu
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -1,0 +1,68 @@
+"""Whole runs on CUDA: learning, resuming bit for bit, and reading the CPU's checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.helpers.runs import (
+    RECIPES,
+    assert_same_tensors,
+    legato,
+    losses,
+    steps_in,
+    write_config,
+)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("options", [[], ["packing=true"], ["compile=true"]], ids=str)
+def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(
+    tmp_path: Path, tiny_model_dir: Path, recipe: str, dtype: str, options: list[str]
+) -> None:
+    config = write_config(tmp_path, model=tiny_model_dir, recipe=recipe, dtype=dtype, epochs=2)
+    run = ["run", "--config", config, "device=cuda", *options]
+    assert legato(*run) == 0
+    here = tmp_path / "here"
+    assert legato(*run, f"output_dir={here}", "stop_after_step=2") == 0
+    assert legato(*run, f"output_dir={here}", "save_every_n_train_steps=1") == 0
+    last = steps_in(here)[-1]
+    assert_same_tensors(here / f"step_{last}", tmp_path / "out" / f"step_{last}")
+    assert losses(here) == losses(tmp_path / "out")
+    AutoModelForCausalLM.from_pretrained(here / f"step_{last}")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_cpu_and_gpu_read_each_others_checkpoints(
+    tmp_path: Path, tiny_model_dir: Path, recipe: str
+) -> None:
+    config = (
+        write_config(tmp_path, model=tiny_model_dir, recipe=recipe, lora_dropout=0.0)
+        if (recipe.startswith("lora"))
+        else write_config(tmp_path, model=tiny_model_dir, recipe=recipe)
+    )
+    assert legato("run", "--config", config, "device=cpu", "stop_after_step=1") == 0
+    assert legato("run", "--config", config, "device=cuda", "stop_after_step=2") == 0
+    assert legato("run", "--config", config, "device=cpu") == 0
+    whole = tmp_path / "whole"
+    assert legato("run", "--config", config, "device=cpu", f"output_dir={whole}") == 0
+    found, expected = losses(tmp_path / "out"), losses(whole)
+    assert found.keys() == expected.keys()
+    for step, loss in expected.items():
+        assert abs(found[step] - loss) < 1e-3
+
+
+def test_distributed_recipe_on_nccl_saves_what_the_single_device_recipe_reads(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    count = min(2, torch.cuda.device_count())
+    config = write_config(tmp_path, model=tiny_model_dir, recipe="full_finetune_distributed")
+    run = ["run", f"--nproc-per-node={count}", "--config", config, "device=cuda"]
+    assert legato(*run, "stop_after_step=2") == 0
+    [step] = steps_in(tmp_path / "out")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out" / f"step_{step}")
+    assert legato(*run) == 0
