@@ -1,0 +1,179 @@
+"""Ranks that die and are restarted, and runs that go on with another number of ranks."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from legato.report.metrics import read_events
+from tests.helpers.launches import Launched
+from tests.helpers.runs import (
+    assert_same_tensors,
+    legato,
+    losses,
+    steps_in,
+    tensors,
+    write_config,
+)
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+RECIPES = ("full_finetune_distributed", "lora_finetune_distributed")
+
+
+@pytest.mark.crash
+@pytest.mark.timeout(900)
+def test_ten_kills_in_a_row_end_in_the_result_of_an_undisturbed_run(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    config = write_config(
+        tmp_path,
+        model=tiny_model_dir,
+        recipe="full_finetune_distributed",
+        epochs=None,
+        max_steps=120,
+        save_every_n_train_steps=3,
+        keep_last_n_checkpoints=2,
+        lr_scheduler={"name": "linear"},
+    )
+    whole = Launched(config, output_dir=tmp_path / "whole")
+    whole.succeed()
+    run = Launched(config, "--max-restarts=10")
+    for kill in range(10):
+        run.wait_for_step(10 * (kill + 1))
+        run.send(signal.SIGKILL, rank=kill % 2)
+        killed = sum(event["event"] == "resume" for event in events(run)) + 1
+        run.wait_until(
+            lambda killed=killed: (
+                sum(event["event"] == "resume" for event in events(run)) >= killed
+            ),
+            f"restart {kill + 1}",
+        )
+    run.succeed()
+    assert losses(run.output_dir) == losses(whole.output_dir)
+    assert_same_tensors(run.output_dir / "step_120", whole.output_dir / "step_120")
+    # No more than a save's distance and what was in flight is trained twice.
+    for event in events(run):
+        if event["event"] == "resume":
+            assert event["step"] % 3 == 0
+
+
+def events(run: Launched) -> list[dict[str, object]]:
+    path = run.output_dir / "metrics.jsonl"
+    return list(read_events(path)) if path.exists() else []
+
+
+def test_a_restart_does_not_start_over_again(tmp_path: Path, tiny_model_dir: Path) -> None:
+    config = write_config(
+        tmp_path,
+        model=tiny_model_dir,
+        recipe="lora_finetune_distributed",
+        epochs=None,
+        max_steps=3,
+    )
+    Launched(config).succeed()
+    anew = ("max_steps=30", "save_every_n_train_steps=5", "resume_from_checkpoint=false")
+    run = Launched(config, *anew, "--start-over", "--max-restarts=1")
+    run.wait_until(lambda: 10 in steps_in(run.output_dir), "step 10")
+    run.send(signal.SIGKILL, rank=0)
+    run.succeed()
+    assert steps_in(run.output_dir) == [5, 10, 15, 20, 25, 30]
+    [archived] = run.output_dir.glob(".old-*")
+    assert steps_in(archived) == [3]
+    [resumed] = [event for event in events(run) if event["event"] == "resume"]
+    assert resumed["step"] >= 10  # type: ignore[operator]
+
+
+@pytest.mark.crash
+def test_a_killed_rank_that_nobody_restarts_ends_the_run_with_its_name(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    config = write_config(
+        tmp_path,
+        model=tiny_model_dir,
+        recipe="full_finetune_distributed",
+        epochs=None,
+        max_steps=100_000,
+        save_every_n_train_steps=2,
+        keep_last_n_checkpoints=1,
+    )
+    run = Launched(config)
+    run.wait_until(lambda: bool(steps_in(run.output_dir)), "a save")
+    run.wait_for_step(5)
+    run.send(signal.SIGKILL, rank=1)
+    code, output = run.end(within_seconds=30)
+    assert code == 1
+    assert output.splitlines()[-2].startswith(
+        "error: rank 1 failed first: it was killed by SIGKILL"
+    )
+    assert output.splitlines()[-1] == f"Its log: {run.output_dir / 'logs' / 'rank_1.log'}"
+    assert "PeerLostError" in (run.output_dir / "logs" / "rank_0.log").read_text()
+    step = steps_in(run.output_dir)[-1]
+    Launched(config, f"stop_after_step={step + 1}").succeed()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_another_number_of_ranks_goes_on_with_the_same_rows_and_losses(
+    tmp_path: Path, tiny_model_dir: Path, recipe: str
+) -> None:
+    config = write_config(
+        tmp_path,
+        model=tiny_model_dir,
+        recipe=recipe,
+        epochs=4,
+        batch_size=1,
+        gradient_accumulation_steps=2,
+        val_set_size=2,
+        run_val_every_n_steps=2,
+        **({"lora_dropout": 0.0} if recipe.startswith("lora") else {}),
+    )
+    whole = Launched(config, output_dir=tmp_path / "whole")
+    whole.succeed()
+    out = tmp_path / "out"
+    # Two processes at first: four rows a step, whoever goes on. 3 leaves one rank without a row.
+    for last, world_size in ((2, 2), (3, 1), (4, 3), (6, 4), (8, 2)):
+        options = [f"stop_after_step={last}", f"output_dir={out}"]
+        if world_size == 1:
+            assert legato("run", "--config", config, *options) == 0
+        else:
+            Launched(config, *options, num_processes=world_size).succeed()
+    assert losses(out) == pytest.approx(losses(whole.output_dir), abs=1e-5)
+    assert evaluations(out) == pytest.approx(evaluations(whole.output_dir), abs=1e-5)
+    expected = tensors(whole.output_dir / "step_8")
+    for key, tensor in tensors(out / "step_8").items():
+        assert tensor.shape == expected[key].shape
+    tokens = [
+        [event["num_tokens"] for event in read_events(folder / "metrics.jsonl")
+         if event["event"] == "step"]
+        for folder in (out, whole.output_dir)
+    ]  # fmt: skip
+    assert tokens[0] == tokens[1]
+
+
+def evaluations(output_dir: Path) -> dict[int, float]:
+    found = read_events(output_dir / "metrics.jsonl")
+    return {event["step"]: event["eval_loss"] for event in found if event["event"] == "eval"}
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_single_device_run_goes_on_on_several_ranks_and_back(
+    tmp_path: Path, tiny_model_dir: Path, method: str
+) -> None:
+    config = write_config(
+        tmp_path,
+        model=tiny_model_dir,
+        recipe=f"{method}_finetune_single_device",
+        epochs=3,
+        **({"lora_dropout": 0.0} if method == "lora" else {}),
+    )
+    whole = tmp_path / "whole"
+    assert legato("run", "--config", config, f"output_dir={whole}") == 0
+    out = tmp_path / "out"
+    assert legato("run", "--config", config, "stop_after_step=3") == 0
+    Launched(config, f"recipe={method}_finetune_distributed", "stop_after_step=6").succeed()
+    assert legato("run", "--config", config) == 0
+    assert steps_in(out) == [3, 6, 9]
+    assert losses(out) == pytest.approx(losses(whole), abs=1e-5)

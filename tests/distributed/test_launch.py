@@ -1,0 +1,223 @@
+"""``legato run`` as a launcher: options, messages, logs; and other launchers than it."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.launches import Launched
+from tests.helpers.runs import legato, losses, steps_in, write_config
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+def config_in(folder: Path, model: Path, **changes: object) -> Path:
+    values = {"recipe": "full_finetune_distributed", "max_steps": 2} | changes
+    return write_config(folder, model=model, **values)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Launched:
+    """A run of two steps on two ranks, by the launcher."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "tmp").mkdir()
+    config = config_in(folder, tiny_model_dir)
+    run = Launched(config, environment={"TMPDIR": str(folder / "tmp")})
+    run.text = run.succeed()  # type: ignore[attr-defined]
+    return run
+
+
+def test_one_world_is_one_log(whole: Launched) -> None:
+    text: str = whole.text  # type: ignore[attr-defined]
+    assert text.count("starts from") == 1
+    assert text.count("step 1/2") == 1
+    assert "2 x cpu" in text
+    logs = {path.name: path.read_text() for path in (whole.output_dir / "logs").iterdir()}
+    assert sorted(logs) == ["rank_0.log", "rank_1.log"]
+    assert logs["rank_1.log"].startswith("--- rank 1 of 2, process ")
+    assert steps_in(whole.output_dir) == [2]
+
+
+def test_plain_torchrun_starts_the_same_run(
+    tmp_path: Path, tiny_model_dir: Path, whole: Launched
+) -> None:
+    run = Launched(
+        config_in(tmp_path, tiny_model_dir),
+        command=(
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node=2", "-m", "legato", "run"),
+        ),
+    )
+    run.succeed()
+    assert losses(run.output_dir) == losses(whole.output_dir)
+
+
+def test_processes_that_slurm_starts_find_each_other(
+    tmp_path: Path, tiny_model_dir: Path, whole: Launched
+) -> None:
+    config = config_in(tmp_path, tiny_model_dir)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environments = [
+        {
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank),
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_STEP_TASKS_PER_NODE": "2",
+            "SLURM_STEP_NODELIST": "localhost",
+            "MASTER_PORT": str(port),
+        }
+        for rank in range(2)
+    ]
+    runs = [Launched(config, num_processes=0, environment=each) for each in environments]
+    for run in runs:
+        run.succeed()
+    assert losses(tmp_path / "out") == losses(whole.output_dir)
+
+
+def test_options_may_stand_before_or_after_and_in_either_spelling(
+    tmp_path: Path, tiny_model_dir: Path, whole: Launched
+) -> None:
+    run = Launched(
+        config_in(tmp_path, tiny_model_dir),
+        *("--rdzv_backend", "c10d", "--rdzv-endpoint=localhost:0", "--max_restarts", "1"),
+        command=(
+            *(sys.executable, "-m", "legato", "run", "--nnodes", "1"),
+            *("full_finetune_distributed", "--nproc_per_node", "2"),
+        ),
+    )
+    run.succeed()
+    assert losses(run.output_dir) == losses(whole.output_dir)
+
+
+def test_one_process_of_a_distributed_recipe_is_a_run_like_any_other(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    config = config_in(tmp_path, tiny_model_dir)
+    assert legato("run", "--config", config) == 0
+    alone = ["recipe=full_finetune_single_device", f"output_dir={tmp_path / 'alone'}"]
+    assert legato("run", "--config", config, *alone) == 0
+    assert losses(tmp_path / "out") == losses(tmp_path / "alone")
+
+
+def test_several_processes_of_a_single_device_recipe_are_refused(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    config = config_in(tmp_path, tiny_model_dir, recipe="lora_finetune_single_device")
+    for command in (None, torchrun()):
+        code, output = Launched(config, command=command).end()
+        assert code != 0
+        assert "Use recipe: lora_finetune_distributed" in output
+    assert not steps_in(tmp_path / "out")
+
+
+def torchrun() -> tuple[str, ...]:
+    return (
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node=2", "-m", "legato", "run"),
+    )
+
+
+def test_ranks_with_different_configs_are_refused_by_key(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    config = config_in(tmp_path, tiny_model_dir)
+    code, output = Launched(config, "seed=${oc.env:RANK,0}").end(within_seconds=120)
+    assert code == 2
+    assert "seed: 0 on rank 0, 1 on rank 1" in output
+
+
+def test_more_processes_than_rows_are_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
+    config = config_in(tmp_path, tiny_model_dir, val_set_size=8)
+    code, output = Launched(config, "--max-restarts=2", num_processes=3).end()
+    assert code == 1
+    assert output.splitlines()[-1].startswith("error: 3 processes, but only 2 rows to train on")
+    assert output.count("3 processes, but") == 1
+
+
+def test_a_rank_that_fails_alone_is_named_and_its_traceback_is_in_its_log(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    # The row that only rank 1 can't read: a file that is there for rank 0 alone.
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(
+        "import os\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    import builtins\n"
+        "    real = builtins.open\n"
+        "    def blind(file, *rest, **more):\n"
+        "        if str(file).endswith('tokenizer_config.json'):\n"
+        "            raise PermissionError(13, 'Permission denied', str(file))\n"
+        "        return real(file, *rest, **more)\n"
+        "    builtins.open = blind\n"
+    )
+    config = config_in(tmp_path, tiny_model_dir)
+    run = Launched(config, environment={"PYTHONPATH": str(site)})
+    code, output = run.end(within_seconds=120)
+    assert code == 1
+    assert "error: rank 1 failed first: " in output
+    assert f"Its log: {run.output_dir / 'logs' / 'rank_1.log'}" in output
+    assert "Permission denied" in (run.output_dir / "logs" / "rank_1.log").read_text()
+    assert (
+        "Traceback (most recent call last)" in (run.output_dir / "logs" / "rank_1.log").read_text()
+    )
+
+
+def test_a_port_that_is_in_use_is_named(tmp_path: Path, tiny_model_dir: Path) -> None:
+    config = config_in(tmp_path, tiny_model_dir)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, output = Launched(config, f"--master-port={port}").end(within_seconds=120)
+    assert code == 1
+    assert f"error: port {port} is in use" in output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--nproc-per-node"], "--nproc-per-node: its value is missing"),
+        (["--nproc-per-node=many"], "Unsupported nproc_per_node value: many"),
+        (["--nproc-per-node=0"], "expected 1 or more"),
+        (["--nnodes=two"], "--nnodes"),
+        (["--max-restarts=x"], "argument --max-restarts"),
+        (["--nproc-per-node=2", "--start-method=fork"], "aren't forked"),
+        (["--nproc-per-node=2", "--signals-to-handle=SIGUSR2"], "leave it out"),
+        (["--nprok-per-node=2"], "--nprok-per-node=2: no such option"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    message: str,
+) -> None:
+    config = config_in(tmp_path, tiny_model_dir)
+    assert legato("run", "--config", config, *options) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_script_is_not_launched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text("")
+    assert legato("run", script, "--nproc-per-node", 2) == 2
+    assert f"torchrun {script}" in capsys.readouterr().err
+
+
+def test_torchruns_variables_launch_too(tmp_path: Path, tiny_model_dir: Path) -> None:
+    config = config_in(tmp_path, tiny_model_dir, max_steps=1)
+    run = Launched(
+        config, num_processes=0, environment={"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2"}
+    )
+    assert "2 x cpu" in run.succeed()
+
+
+def test_the_launcher_leaves_nothing_in_the_folder_for_temporary_files(whole: Launched) -> None:
+    assert list((whole.output_dir.parent / "tmp").iterdir()) == []

@@ -1,0 +1,108 @@
+"""Signals to a run of several processes: one save at one step, and the right exit code."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.helpers.launches import Launched
+from tests.helpers.runs import losses, steps_in, write_config
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+@pytest.fixture
+def endless(tmp_path: Path, tiny_model_dir: Path) -> Path:
+    """A run that ends only when it is asked to, and saves only then."""
+    return write_config(
+        tmp_path,
+        model=tiny_model_dir,
+        recipe="lora_finetune_distributed",
+        epochs=None,
+        max_steps=100_000,
+        save_every_n_train_steps=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"]
+)
+def test_a_stop_signal_to_the_launcher_saves_once_and_the_same_command_goes_on(
+    endless: Path, number: signal.Signals, code: int
+) -> None:
+    run = Launched(endless)
+    run.wait_for_step(3)
+    run.send(number)
+    assert run.end()[0] == code
+    [step] = steps_in(run.output_dir)
+    assert max(losses(run.output_dir)) == step
+    Launched(endless, f"stop_after_step={step + 1}").succeed()
+    assert steps_in(run.output_dir) == [step, step + 1]
+
+
+def test_a_stop_signal_to_one_rank_stops_all_at_one_step_and_nobody_restarts_them(
+    endless: Path,
+) -> None:
+    run = Launched(endless, "--max-restarts=2")
+    run.wait_for_step(3)
+    run.send(signal.SIGTERM, rank=1)
+    code, output = run.end()
+    assert code == 143, output
+    [step] = steps_in(run.output_dir)
+    assert run.logged_steps() == list(range(1, step + 1))
+
+
+def test_sigusr1_to_the_launcher_or_to_a_rank_saves_once_and_goes_on(endless: Path) -> None:
+    run = Launched(endless)
+    run.wait_for_step(3)
+    run.send(signal.SIGUSR1)
+    run.wait_until(lambda: len(steps_in(run.output_dir)) == 1, "the first save")
+    run.send(signal.SIGUSR1, rank=1)
+    run.wait_until(lambda: len(steps_in(run.output_dir)) == 2, "the second save")
+    (run.output_dir / "SAVE").touch()
+    run.wait_until(lambda: len(steps_in(run.output_dir)) == 3, "the third save")
+    last = steps_in(run.output_dir)[-1]
+    run.wait_for_step(last + 3)
+    assert len(steps_in(run.output_dir)) == 3
+    run.send(signal.SIGTERM)
+    assert run.end()[0] == 143
+
+
+def test_a_second_sigint_ends_all_at_once(endless: Path) -> None:
+    run = Launched(endless)
+    run.wait_for_step(2)
+    workers = run.workers()
+    # A rank that doesn't answer: it can't save, and the other one waits for it.
+    workers[1].suspend()
+    run.send(signal.SIGINT)
+    time.sleep(0.5)  # two pending signals would be one
+    assert run.process.poll() is None
+    run.send(signal.SIGINT)
+    assert run.end(within_seconds=20)[0] == 130
+    assert steps_in(run.output_dir) == []
+
+
+def test_a_signal_while_the_processes_start_ends_them_and_nobody_restarts_them(
+    endless: Path,
+) -> None:
+    run = Launched(endless, "--max-restarts=3")
+    run.wait_until(lambda: len(run.workers()) == 2, "the start of both processes")
+    run.send(signal.SIGTERM)
+    code, output = run.end(within_seconds=60)
+    assert code == 143, output
+
+
+def test_when_the_launcher_is_killed_the_ranks_save_and_end(endless: Path) -> None:
+    run = Launched(endless)
+    run.wait_for_step(3)
+    workers = list(run.workers().values())
+    run.send(signal.SIGKILL)
+    psutil.wait_procs(workers, timeout=60)
+    assert not any(worker.is_running() for worker in workers)
+    run.process.communicate()
+    [step] = steps_in(run.output_dir)
+    Launched(endless, f"stop_after_step={step + 1}").succeed()

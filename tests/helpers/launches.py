@@ -1,0 +1,108 @@
+"""Runs of several processes through the real command, and what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from legato.report.metrics import read_events
+
+# A start costs seconds of imports on every rank, and CI's two cores are shared.
+TIMEOUT_SECONDS = 240.0
+
+
+class Launched:
+    """``legato run --nproc-per-node N ...`` in a process of its own."""
+
+    def __init__(
+        self,
+        config: Path,
+        *arguments: object,
+        num_processes: int = 2,
+        output_dir: Path | None = None,
+        command: tuple[str, ...] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.output_dir = output_dir or config.parent / "out"
+        words = command or (
+            *(sys.executable, "-m", "legato", "run"),
+            *(f"--nproc-per-node={num_processes}",) * (num_processes > 0),
+        )
+        self.process = subprocess.Popen(
+            [
+                *words,
+                *("--config", str(config), f"output_dir={self.output_dir}"),
+                *map(str, arguments),
+            ],
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._seen: dict[int, psutil.Process] = {}
+
+    def workers(self) -> dict[int, psutil.Process]:
+        """The processes that train, by rank."""
+        found = {}
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                rank = child.environ().get("RANK")
+            except psutil.Error:
+                continue
+            if rank is not None:
+                found[int(rank)] = child
+                self._seen[child.pid] = child
+        return found
+
+    def wait_for_step(self, step: int) -> None:
+        """Until ``step`` was logged in this output_dir, by whatever attempt."""
+        self.wait_until(lambda: max(self.logged_steps(), default=0) >= step, f"step {step}")
+
+    def wait_until(self, condition: object, what: str) -> None:
+        assert callable(condition)
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while not condition():
+            if self.process.poll() is not None and not condition():
+                raise AssertionError(f"ended before {what}:\n{self.end()[1]}")
+            if time.monotonic() > deadline:
+                self.process.kill()
+                raise AssertionError(f"{what} wasn't reached:\n{self.end()[1]}")
+            time.sleep(0.02)
+
+    def logged_steps(self) -> list[int]:
+        """Steps in metrics.jsonl, in the order they were taken; a repeated one is there twice."""
+        path = self.output_dir / "metrics.jsonl"
+        if not path.exists():
+            return []
+        return [event["step"] for event in read_events(path) if event["event"] == "step"]
+
+    def send(self, number: signal.Signals, *, rank: int | None = None) -> None:
+        """A signal to the launcher, or to one rank."""
+        target = psutil.Process(self.process.pid) if rank is None else self.workers()[rank]
+        target.send_signal(number)
+
+    def end(self, *, within_seconds: float = TIMEOUT_SECONDS) -> tuple[int, str]:
+        """Wait for the end; the exit code and what was said. Nobody may be left."""
+        try:
+            output, _ = self.process.communicate(timeout=within_seconds)
+        except subprocess.TimeoutExpired:
+            for each in [*self.workers().values(), self.process]:
+                each.kill()
+            output, _ = self.process.communicate()
+            raise AssertionError(f"still running after {within_seconds} s:\n{output}") from None
+        orphans = [worker for worker in self._seen.values() if worker.is_running()]
+        assert not orphans, f"left behind: {orphans}"
+        return self.process.returncode, output
+
+    def succeed(self) -> str:
+        """Wait for a good end; what was said."""
+        code, output = self.end()
+        assert code == 0, output
+        return output

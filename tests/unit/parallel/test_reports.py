@@ -1,0 +1,84 @@
+"""Which rank failed first, and what a restarted one has to know."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from legato.parallel.reports import (
+    Death,
+    RankEnd,
+    ask_to_stop,
+    clear_end,
+    first_failure,
+    is_over,
+    read_ends,
+    write_end,
+)
+
+
+def failed(rank: int, time: float, message: str = "broken") -> RankEnd:
+    return RankEnd(rank=rank, how="failed", time=time, exit_code=1, message=message)
+
+
+def lost(rank: int, time: float) -> RankEnd:
+    return RankEnd(rank=rank, how="lost", time=time, exit_code=1, message="lost another rank")
+
+
+def test_ends_are_read_as_they_were_written(tmp_path: Path) -> None:
+    ends = [failed(0, 3.25, "zwei\nZeilen"), lost(1, 4.0), RankEnd(rank=11, how="done", time=5.0)]
+    for end in reversed(ends):
+        write_end(str(tmp_path), end)
+    assert read_ends(str(tmp_path)) == ends
+    clear_end(str(tmp_path), 1)
+    clear_end(str(tmp_path), 7)
+    assert [end.rank for end in read_ends(str(tmp_path))] == [0, 11]
+
+
+def test_a_restart_has_nothing_to_do_after_a_stop_or_an_error_that_would_come_again(
+    tmp_path: Path,
+) -> None:
+    folder = str(tmp_path)
+    assert not is_over(folder)
+    write_end(folder, failed(0, 1.0))
+    write_end(folder, lost(1, 1.0))
+    assert not is_over(folder)
+    final = RankEnd(rank=0, how="failed", time=2.0, exit_code=2, is_final=True)
+    write_end(folder, final)
+    assert is_over(folder)
+    clear_end(folder, 0)
+    assert not is_over(folder)
+    ask_to_stop(folder, 15)
+    assert is_over(folder)
+
+
+@pytest.mark.parametrize(
+    ("ends", "deaths", "rank"),
+    [
+        # The earlier error, whoever noticed it first.
+        ([failed(0, 10.2), failed(1, 10.1)], {0: 1, 1: 1}, 1),
+        # The echo of an error isn't its cause, even where it came earlier by the clock.
+        ([lost(0, 9.9), failed(1, 10.1)], {0: 1, 1: 1}, 1),
+        # Killed without a word; the other one heard of it at once, the launcher a moment later.
+        ([lost(0, 100.4)], {0: 1, 1: -9}, 1),
+        ([failed(0, 100.4, "a queer echo")], {0: 1, 1: -9}, 1),
+        # The launcher ends whoever is left, first with SIGTERM, then with SIGKILL.
+        ([failed(0, 70.2)], {0: 1, 1: -15}, 0),
+        ([failed(0, 70.2)], {0: 1, 1: -9}, 0),
+        # Ended by somebody else while it started.
+        ([lost(0, 100.4)], {0: 1, 1: -15}, 1),
+        # Nobody knows better than the echo.
+        ([lost(0, 100.4), lost(1, 100.3)], {0: 1, 1: 1}, 1),
+        ([], {0: -15, 1: -15}, 0),
+    ],
+)
+def test_the_first_failure_is_found(ends: list[RankEnd], deaths: dict[int, int], rank: int) -> None:
+    seen = {r: Death(exit_code=code, time=100.0) for r, code in deaths.items()}
+    found = first_failure(ends, seen)
+    assert found is not None
+    assert found == (rank, next((end for end in ends if end.rank == rank), None))
+
+
+def test_without_a_failure_there_is_no_first_one() -> None:
+    assert first_failure([RankEnd(rank=0, how="done", time=1.0)], {}) is None
