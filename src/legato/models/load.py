@@ -57,8 +57,8 @@ def load_model(
         name_or_path: A Hugging Face folder, or a hub id.
         dtype: Dtype of the parameters, whatever the files hold.
         device: Where the parameters go.
-        attention: ``auto`` (sdpa where the family has it), ``sdpa``, ``eager``, ``flex`` or
-            ``flash``.
+        attention: ``auto`` (sdpa where the family has it), ``sdpa``, ``eager``, ``flex``,
+            ``flash``, or ``varlen`` (as auto, until ``settle_packing``).
         trust_remote_code: Run code that lies in the model's folder.
         revision: A hub branch, tag or commit; only for hub ids.
 
@@ -142,7 +142,7 @@ def load_meta_model(
         )
     model.tie_weights()
     if model.can_generate():
-        model.generation_config = _generation_config(folder.path) or model.generation_config
+        model.generation_config = _generation_config(folder.path)
     model.config.use_cache = False
     model.train()
     return MetaModel(model, FolderReader(LocalStorage(), str(folder.path)), dtype)
@@ -230,18 +230,21 @@ def _load_config(folder: ModelFolder, *, trust_remote_code: bool) -> PreTrainedC
         ) from error
 
 
-def _generation_config(path: Path) -> GenerationConfig | None:
+def _generation_config(path: Path) -> GenerationConfig:
+    """The folder's own or, as transformers does it, what config.json says of generation."""
     from transformers import GenerationConfig
 
-    if not (path / "generation_config.json").is_file():
-        return None
-    return GenerationConfig.from_pretrained(path)
+    if (path / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(path)
+    return GenerationConfig.from_pretrained(path, "config.json", _from_model_config=True)
 
 
 def _attention(attention: str, *, device: torch.device) -> str | None:
     """What transformers calls an attention, or an error that says why it can't be had."""
-    if attention == "auto":
-        return None  # sdpa where the family supports it, else eager: transformers' own choice
+    if attention in ("auto", "varlen"):
+        # sdpa where the family supports it, else eager: transformers' own choice. For packed rows
+        # settle_packing() switches to varlen once the model is there.
+        return None
     if attention in ("sdpa", "eager"):
         return attention
     if attention in ("flex", "flash"):
@@ -257,12 +260,8 @@ def _attention(attention: str, *, device: torch.device) -> str | None:
                 "attention: flash needs the package flash-attn: pip install flash-attn"
             )
         return "flash_attention_2"
-    if attention == "varlen":
-        raise ConfigError(
-            "attention: varlen is for packed rows, which aren't in this version. Use auto or sdpa."
-        )
     raise ConfigError(
-        f"attention: {attention!r} is unknown. Expected auto, sdpa, eager, flex or flash."
+        f"attention: {attention!r} is unknown. Expected auto, sdpa, eager, flex, flash or varlen."
     )
 
 

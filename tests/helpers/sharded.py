@@ -1,0 +1,114 @@
+"""One optimizer step of a tiny model by a config, on one device or on this rank of several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from legato.config.schema import RunConfig
+from legato.data.loader import Loader
+from legato.parallel.world import World
+from legato.recipes.model import LoadedModel, build_model
+from legato.train.step import train_step
+from tests.helpers import rows
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+# Six rows in micro-batches of two: on four ranks two of them get one row and an empty micro-batch.
+DATA = rows.random_rows([9, 14, 5, 11, 7, 13], vocab_size=256)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step saw, the same on every rank; tensors whole, as arrays (they travel)."""
+
+    loss: float
+    grad_norm: float
+    gradients: Arrays
+    before: Arrays
+    after: Arrays
+    bytes_read: int | None
+
+
+def build_config(model: Path, method: str, *, num_ranks: int, **changes: Any) -> RunConfig:
+    """A config of ``full`` or ``lora``: the distributed recipe where there are several ranks."""
+    where = "distributed" if num_ranks > 1 else "single_device"
+    values: dict[str, Any] = {
+        "recipe": f"{method}_finetune_{where}",
+        "model": str(model),
+        "datasets": [{"path": "unused.jsonl", "type": "alpaca"}],
+        "output_dir": "unused",
+        "dtype": "fp32",
+        "device": "cpu",
+        "optimizer": {"name": "adamw", "lr": 1e-3},
+    }
+    if method == "lora":
+        values |= {"lora_rank": 3, "lora_alpha": 6}
+    return RunConfig.model_validate(values | changes)
+
+
+def load_and_step(config: RunConfig, world: World) -> Outcome:
+    """Load the model and take one step with AdamW. Collective on several ranks."""
+    loaded = build_model(config, world=world)
+    return take_step(loaded, config, world)
+
+
+def take_step(loaded: LoadedModel, config: RunConfig, world: World) -> Outcome:
+    loader = Loader(
+        rows.as_data(DATA),
+        global_batch_size=len(DATA),
+        batch_size=2,
+        seed=0,
+        pad_id=rows.PAD_ID,
+        rank=world.rank,
+        world_size=world.world_size,
+    )
+    parameters = loaded.parameters
+    before = whole(parameters)
+    gradients: Arrays = {}
+
+    def look() -> None:
+        gradients.update(whole({n: p.grad for n, p in parameters.items() if p.grad is not None}))
+
+    result = train_step(
+        loader.micro_batches(1),
+        decode=loaded.decode,
+        head=loaded.head,
+        optimizer=torch.optim.AdamW(list(parameters.values()), lr=config.optimizer.lr),
+        parameters=parameters,
+        lr=config.optimizer.lr,
+        seed=0,
+        step=1,
+        masters=loaded.masters,
+        rank=world.rank,
+        sum_over_ranks=world.sum_over_ranks,
+        device=world.device,
+        set_gradient_sync=loaded.set_gradient_sync,
+        before_update=look,
+    )
+    return Outcome(
+        loss=result.loss,
+        grad_norm=result.grad_norm,
+        gradients=gradients,
+        before=before,
+        after=whole(parameters),
+        bytes_read=loaded.bytes_read,
+    )
+
+
+def whole(tensors: Mapping[str, torch.Tensor]) -> Arrays:
+    """Collective: every tensor gathered by torch itself, in fp32."""
+    found = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+    return {name: t.detach().float().numpy().copy() for name, t in found.items()}
+
+
+def outcomes_on_rank(rank: int, configs: Sequence[dict[str, Any]]) -> list[Outcome]:
+    """For ``spawn.run``: one outcome for each config, given as JSON."""
+    with World.join("cpu", distributed=True) as world:
+        return [load_and_step(RunConfig.model_validate(values), world) for values in configs]
