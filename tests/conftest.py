@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -38,6 +39,17 @@ def no_environment_leaks() -> Iterator[None]:
         k for k in leaked if not k.startswith(("KMP_", "TORCHINDUCTOR_", "TRITON_", "PYTEST_"))
     }
     assert not leaked, f"environment variables leaked: {sorted(leaked)}"
+
+
+@pytest.fixture(autouse=True)
+def no_log_handlers_left() -> Iterator[None]:
+    """The command line writes its log to a stream that pytest takes away after the test."""
+    loggers = [logging.getLogger(), logging.getLogger("legato")]
+    before = [(each, list(each.handlers), each.level, each.propagate) for each in loggers]
+    yield
+    for each, handlers, level, propagate in before:
+        each.handlers, each.propagate = handlers, propagate
+        each.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -136,7 +136,8 @@ def _run(
     total_steps = plan_total_steps(config, data.loader.steps_per_epoch)
     if checkpointer.source is not None:
         say_new_rate(state, config, total_steps=total_steps)
-    last_step = min(total_steps, config.stop_after_step or total_steps)
+    stop = config.stop_after_step
+    last_step = total_steps if stop is None else min(total_steps, stop)
     if checkpointer.source is not None and state.step >= last_step:
         logger.info(nothing_left(state.step, config, total_steps=total_steps))
         return RunResult(output_dir=Path(config.output_dir), last_step=state.step)

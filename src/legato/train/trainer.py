@@ -173,7 +173,9 @@ class Trainer:
         self.saved = saved
         self.state = state
         self.total_steps = total_steps
-        self.last_step = min(total_steps, stop_after_step or total_steps)
+        self.last_step = (
+            total_steps if stop_after_step is None else min(total_steps, stop_after_step)
+        )
         self.intervals = intervals
         self.reporter = reporter
         self.evaluate = evaluate
@@ -205,14 +207,17 @@ class Trainer:
         self.model.module.train()
         metrics: dict[str, Any] = {}
         stopped_by: int | None = None
+        first_step = self.state.step + 1
         with self._signals:
             try:
-                for step in range(self.state.step + 1, self.last_step + 1):
+                for step in range(first_step, self.last_step + 1):
                     began = time.perf_counter()
                     batches = self.loader.micro_batches(step)
                     result = self._train_step(step, batches)
                     self._count(result)
                     self._report_step(step, result, seconds=time.perf_counter() - began)
+                    if step == first_step:  # now the optimizer has a state to make room for
+                        self.checkpointer.prepare(self.saved)
 
                     metrics = self._evaluate_if_due(step)
                     request = self._signals.poll()
