@@ -188,6 +188,9 @@ ONLY_WITH = (
     ),
 )
 
+# Above this a row's dense mask costs more than everything else: 268 MB at 16k, 4x per doubling.
+MOST_MASKED_TOKENS = 8192
+
 CONFLICTS = (
     Conflict(
         ("epochs", "max_steps"),
@@ -226,14 +229,25 @@ CONFLICTS = (
         lambda c: c.attention in ("flash", "flex") and c.device in ("cpu", "mps"),
         "needs a CUDA device; use auto or sdpa",
     ),
+    Conflict(
+        ("attention", "packing"),
+        lambda c: c.attention == "varlen" and not c.packing,
+        "varlen is for packed rows; set packing: true, or use auto",
+    ),
+    Conflict(
+        ("attention", "packing", "max_seq_len"),
+        lambda c: (
+            c.packing and c.attention in ("sdpa", "eager") and c.max_seq_len > MOST_MASKED_TOKENS
+        ),
+        f"needs a mask for packed rows, and with more than {MOST_MASKED_TOKENS} tokens a row that "
+        "costs more than all the rest; use auto, varlen, flex or flash",
+    ),
 )
 
 LATER: Mapping[str, Callable[[Any], bool]] = {
-    "packing": bool,
     "streaming": bool,
     "num_workers": bool,
     "quantize_base": lambda v: v != "none",
-    "attention": lambda v: v == "varlen",
     "generate_samples": bool,
     "compile": lambda v: getattr(v, "scope", "block") != "block",
     "optimizer_in_backward": bool,

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from legato.errors import UnsupportedModelError
+from legato.models.attention import document_bounds, wants_bounds
 
 
 class Decoder:
@@ -26,14 +27,19 @@ class Decoder:
 
         Args:
             input_ids: ``[B, T]``, rows padded on the right.
-            position_ids: ``[B, T]``; by default 0, 1, 2, ... in each row.
+            position_ids: ``[B, T]``, from 0 in each document of a row, on any device; by default
+                0, 1, 2, ... in each row.
 
         Returns:
             ``[B, T, D]`` in the model's dtype.
         """
         # No attention mask: rows are padded on the right, where a causal model can't look.
         # No cache: with one, transformers ignores document boundaries in position_ids.
-        options: dict[str, Any] = {} if position_ids is None else {"position_ids": position_ids}
+        options: dict[str, Any] = {}
+        if position_ids is not None:
+            options["position_ids"] = position_ids.to(input_ids.device)
+            if wants_bounds(self.module.config):
+                options |= document_bounds(position_ids, device=input_ids.device)
         output = self.module(input_ids=input_ids, use_cache=False, **options)
         hidden: torch.Tensor = output.last_hidden_state
         return hidden

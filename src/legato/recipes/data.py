@@ -15,7 +15,8 @@ from legato.data.chat import ChatFormatter
 from legato.data.formats import DatasetSpec
 from legato.data.loader import Loader
 from legato.data.order import EpochOrder
-from legato.data.samples import Sample, TokenizedData
+from legato.data.packing import PackedData, pack_samples
+from legato.data.samples import Rows, Sample, TokenizedData
 from legato.errors import ConfigError, DataError
 from legato.models.load import find_model, load_tokenizer, model_facts
 from legato.parallel.world import World
@@ -57,6 +58,7 @@ class RunData:
         tokenizer: Theirs.
         chat_template: The template that made them.
         max_seq_len: Longest sample that was let in, in tokens.
+        packed: The rows that the training samples are packed into; None: each is a row.
     """
 
     train: TokenizedData
@@ -65,6 +67,7 @@ class RunData:
     tokenizer: PreTrainedTokenizerBase
     chat_template: str
     max_seq_len: int
+    packed: PackedData | None = None
 
 
 def read_samples(config: RunConfig, *, start_date: date) -> Samples:
@@ -132,12 +135,22 @@ def build_run_data(
         LegatoError: Data, template or tokenizer that can't be used; fewer rows than ranks.
     """
     samples = read_samples(config, start_date=start_date)
-    train, held_out, tokenizer = samples.train, samples.held_out, samples.tokenizer
+    train: Rows = samples.train
+    held_out: Rows | None = samples.held_out
+    packed: PackedData | None = None
+    if config.packing:
+        pack = partial(pack_samples, max_seq_len=samples.max_seq_len, seed=config.seed)
+        train = packed = pack(samples.train)
+        held_out = None if samples.held_out is None else pack(samples.held_out)
     if len(train) < world.world_size:
         raise DataError(
             f"{world.world_size} processes, but only {len(train)} rows to train on: some would "
             f"never get one. Start at most {len(train)} processes."
         )
+    buckets = None
+    if config.compile:
+        buckets = [samples.max_seq_len] if packed else compiled_lengths(train, held_out)
+    tokenizer = samples.tokenizer
     deal = partial(
         Loader,
         batch_size=config.batch_size,
@@ -145,11 +158,11 @@ def build_run_data(
         pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0,
         rank=world.rank,
         world_size=world.world_size,
-        length_buckets=compiled_lengths(train, held_out) if config.compile else None,
+        length_buckets=buckets,
         fill_rows=bool(config.compile),
     )
     return RunData(
-        train=train,
+        train=samples.train,
         loader=deal(
             train,
             global_batch_size=global_batch_size,
@@ -161,6 +174,7 @@ def build_run_data(
         tokenizer=tokenizer,
         chat_template=samples.chat_template,
         max_seq_len=samples.max_seq_len,
+        packed=packed,
     )
 
 
@@ -210,7 +224,7 @@ def stop_ids(model: str) -> tuple[int, ...]:
     return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
 
 
-def compiled_lengths(*data: TokenizedData | None) -> list[int]:
+def compiled_lengths(*data: Rows | None) -> list[int]:
     """At most six row lengths that every row fits into, close to what the data holds."""
     lengths = np.concatenate([each.lengths for each in data if each is not None])
     shares = np.linspace(0, 1, MAX_COMPILED_LENGTHS + 1)[1:]

@@ -51,6 +51,8 @@ def start_facts(
         num_samples=len(data.train),
         num_tokens=data.train.num_tokens,
         num_trained_tokens=data.train.num_loss_tokens,
+        num_packed_rows=len(data.packed) if data.packed is not None else None,
+        packing_efficiency=data.packed.efficiency if data.packed is not None else None,
         epochs=config.epochs,
         steps_per_epoch=data.loader.steps_per_epoch,
         total_steps=total_steps,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from legato.config.rules import is_distributed
 from legato.config.schema import RunConfig
 from legato.errors import ConfigError
+from legato.models.attention import settle_packing
 from legato.models.head import check_halves
 from legato.models.load import load_meta_model, load_model, split_head
 from legato.models.lora import fill_magnitudes
@@ -106,6 +107,7 @@ def _whole(config: RunConfig, world: World) -> LoadedModel:
     )
     trained = METHODS[config.recipe](base, config)
     decode, head = split_head(trained.module)
+    _settle_packing(config, trained.module, decode)
     wrap_model(trained.module, **_wrapping(config))
     parameters = _trainable(trained.module)
     masters = Masters(parameters) if config.master_weights == "fp32" else None
@@ -143,6 +145,7 @@ def _sharded(config: RunConfig, world: World, sharding: Sharding) -> LoadedModel
         fill_magnitudes(module)
     decode = sharded_decode(module, decoder)
     check_halves(module, decode, head)
+    _settle_packing(config, module, decode)
     free_gathered(module)
     parameters = _trainable(module)
     if is_rounded:
@@ -158,6 +161,17 @@ def _sharded(config: RunConfig, world: World, sharding: Sharding) -> LoadedModel
         set_gradient_sync=gradient_sync(module, keeps_whole_gradients=trained.kind == "adapter"),
         bytes_read=base.reader.bytes_read,
     )
+
+
+def _settle_packing(config: RunConfig, module: nn.Module, decode: Callable[..., Tensor]) -> None:
+    if config.packing:
+        settle_packing(
+            module,
+            decode,
+            attention=config.attention,
+            max_seq_len=config.max_seq_len,
+            is_compiled=bool(config.compile),
+        )
 
 
 def _wrapping(config: RunConfig) -> dict[str, Any]:

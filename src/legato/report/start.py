@@ -26,6 +26,8 @@ class StartFacts:
         num_samples: Training samples after dropping.
         num_tokens: Their tokens.
         num_trained_tokens: Those of them that the loss sees.
+        num_packed_rows: Rows that the samples are packed into; None: each is a row.
+        packing_efficiency: Tokens per slot of those rows.
         epochs: Epochs asked for; None means until ``total_steps``.
         steps_per_epoch: Optimizer steps in one epoch.
         total_steps: Step at which the run ends.
@@ -54,6 +56,8 @@ class StartFacts:
     num_samples: int
     num_tokens: int
     num_trained_tokens: int
+    num_packed_rows: int | None = None
+    packing_efficiency: float | None = None
     epochs: int | None
     steps_per_epoch: int
     total_steps: int
@@ -150,8 +154,11 @@ def _device(facts: StartFacts) -> str:
 
 def _data(facts: StartFacts) -> str:
     share = 100 * facts.num_trained_tokens / max(facts.num_tokens, 1)
+    packed = ""
+    if facts.num_packed_rows is not None and facts.packing_efficiency is not None:
+        packed = f" in {facts.num_packed_rows:,} rows ({100 * facts.packing_efficiency:.0f} % full)"
     return (
-        f"{facts.num_samples:,} samples, {human_count(facts.num_tokens)} tokens, "
+        f"{facts.num_samples:,} samples{packed}, {human_count(facts.num_tokens)} tokens, "
         f"{share:.0f} % of them trained"
     )
 

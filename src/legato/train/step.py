@@ -20,7 +20,9 @@ from legato.train.loss import sum_token_loss
 from legato.train.masters import Masters
 from legato.train.rng import seed_everything
 
-Decode = Callable[[Tensor], Tensor]
+Decode = Callable[..., Tensor]
+"""``(input_ids [B, T]) -> hidden [B, T, D]``, and position_ids ``[B, T]`` where rows are packed."""
+
 SumOverRanks = Callable[[list[float]], list[float]]
 GatherOverRanks = Callable[[Any], list[Any]]
 
@@ -175,7 +177,8 @@ def batch_loss(
     Args:
         batch: The micro-batch.
         positions: What :func:`loss_positions` gives for it.
-        decode: ``input_ids [B, T] -> hidden [B, T, D]``.
+        decode: ``input_ids [B, T] -> hidden [B, T, D]``; takes ``position_ids [B, T]`` as well
+            where rows are packed.
         head: ``hidden [N, D] -> logits [N, V]``.
         device: Where the model is.
 
@@ -183,7 +186,10 @@ def batch_loss(
         A 0-dim fp32 tensor.
     """
     targets = batch.input_ids.flatten()[positions + 1].to(device)
-    hidden_BTD = decode(batch.input_ids.to(device))
+    input_ids = batch.input_ids.to(device)
+    # Only where rows hold several documents: without them a model may use what's fast for one.
+    where = () if batch.position_ids is None else (batch.position_ids,)
+    hidden_BTD = decode(input_ids, *where)
     hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, positions.to(device))
     return sum_token_loss(hidden_ND, targets, head=head)
 

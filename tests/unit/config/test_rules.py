@@ -69,13 +69,16 @@ CONTRADICTIONS = [
         "metric_for_best_model: there is nothing to evaluate on",
     ),
     ({"attention": "flash", "device": "cpu"}, "attention: needs a CUDA device"),
+    ({"attention": "varlen"}, "attention: varlen is for packed rows; set packing: true"),
+    (
+        {"packing": True, "attention": "sdpa", "max_seq_len": 8193},
+        "attention: needs a mask for packed rows",
+    ),
 ]
 NOT_YET = [
-    ({"packing": True}, "packing: true"),
     ({"streaming": True}, "streaming: true"),
     ({"num_workers": 2}, "num_workers: 2"),
     (LORA | {"quantize_base": "nf4"}, "quantize_base: nf4"),
-    ({"attention": "varlen"}, "attention: varlen"),
     (EVALUATED | {"generate_samples": 3}, "generate_samples: 3"),
     ({"compile": {"scope": "model"}}, "compile.scope: model"),
     ({"optimizer_in_backward": True}, "optimizer_in_backward: true"),
@@ -121,12 +124,14 @@ def test_every_rule_has_a_case() -> None:
         {"max_steps_per_epoch": 0},
         {"chat_template": "t.jinja", "chat_template_kwargs": {"a": 1}},
         {"compile": {"scope": "block", "mode": "default"}},
-        {"packing": False, "num_workers": 0, "shared_storage": True},
+        {"streaming": False, "num_workers": 0, "shared_storage": True},
         {"recipe": "full_finetune_distributed", "dp_shard": 2, "dp_replicate": 4}
         | {"reshard_after_forward": False, "cpu_offload": True},
         {"recipe": "lora_finetune_distributed", "lora_rank": 4, "dp_shard": "all"},
         {"master_weights": "none"},
         {"attention": "flash", "device": "cuda:1"},
+        {"packing": True, "attention": "varlen", "max_seq_len": 32768},
+        {"packing": True, "attention": "sdpa", "max_seq_len": 8192},
     ],
 )
 def test_what_fits_together_is_taken(values: dict[str, Any]) -> None:
@@ -134,8 +139,8 @@ def test_what_fits_together_is_taken(values: dict[str, Any]) -> None:
 
 
 def test_combinations_are_told_beside_other_mistakes() -> None:
-    _, found = validate(BASE | {"lora_rank": 8, "epochs": "two", "modell": "x", "packing": True})
-    assert {problem.path[0] for problem in found} == {"lora_rank", "epochs", "modell", "packing"}
+    _, found = validate(BASE | {"lora_rank": 8, "epochs": "two", "modell": "x", "streaming": True})
+    assert {problem.path[0] for problem in found} == {"lora_rank", "epochs", "modell", "streaming"}
 
 
 def test_nothing_is_said_of_what_depends_on_a_mistake() -> None:

@@ -183,7 +183,6 @@ def test_attention_is_what_was_asked_for(folder: Path, attention: str, implement
     [
         ("flash", "flash needs a CUDA device, this run is on cpu"),
         ("flex", "flex needs a CUDA device, this run is on cpu"),
-        ("varlen", "packed rows, which aren't in this version"),
         ("sdpaa", "'sdpaa' is unknown. Expected auto, sdpa"),
     ],
 )

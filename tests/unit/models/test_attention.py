@@ -1,0 +1,169 @@
+"""Documents of one row don't see each other: own attention, transformers' ways, the probe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from legato.data.loader import Loader
+from legato.data.packing import pack_samples
+from legato.errors import UnsupportedModelError
+from legato.models.attention import (
+    VARLEN,
+    document_bounds,
+    packing_difference,
+    settle_packing,
+    varlen_attention,
+)
+from legato.models.head import split_head
+from legato.train.step import batch_loss, loss_positions
+from tests.helpers.families import DENSE, build_family
+from tests.helpers.rows import as_batch, as_data, random_rows
+from tests.helpers.tiny import build_config
+
+
+def positions_of(*rows: list[int]) -> Tensor:
+    return torch.tensor([[i for n in row for i in range(n)] for row in rows])
+
+
+def dense(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
+    """Softmax attention written out, ``[B, H, T, K]`` and a mask ``[B, T, T]``."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
+    scores = query @ key.transpose(2, 3) * 0.3
+    weights = scores.masked_fill(~allowed[:, None], float("-inf")).softmax(-1)
+    return (weights @ value).transpose(1, 2)
+
+
+@pytest.mark.parametrize("window", [None, 3, 100])
+def test_varlen_is_dense_attention_with_a_mask_of_documents(window: int | None) -> None:
+    position_ids = positions_of([4, 1, 7], [12])
+    query, key, value = (torch.randn(2, heads, 12, 8, requires_grad=True) for heads in (4, 2, 2))
+    at = torch.arange(12)
+    document = (position_ids == 0).cumsum(1)
+    allowed = (document[:, :, None] == document[:, None]) & (at[:, None] >= at)
+    if window is not None:
+        allowed &= at[:, None] - at < window
+    expected = dense(query, key, value, allowed)
+    bounds = document_bounds(position_ids, device=torch.device("cpu"))
+    assert bounds["cu_seq_lens_q"].tolist() == [0, 4, 5, 12, 24]
+    found, _ = varlen_attention(
+        torch.nn.Identity(), query, key, value, None, scaling=0.3, sliding_window=window, **bounds
+    )
+    assert torch.allclose(found, expected, atol=1e-6)
+    weight = torch.randn_like(expected)
+    gradients = torch.autograd.grad((found * weight).sum(), (query, key, value))
+    references = torch.autograd.grad((expected * weight).sum(), (query, key, value))
+    for gradient, reference in zip(gradients, references, strict=True):
+        assert torch.allclose(gradient, reference, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_packed_documents_are_apart_in_every_dense_family(family: str) -> None:
+    model = build_family(family)
+    decode, _ = split_head(model)
+    used = settle_packing(model, decode, attention="auto", max_seq_len=64)
+    # Gemma 2 caps its scores, which no fused kernel here does.
+    assert used == ("eager" if family == "gemma2" else "varlen")
+    difference, tolerance = packing_difference(model, decode)
+    assert difference <= tolerance == 1e-4
+
+
+@pytest.mark.parametrize("attention", ["auto", "varlen", "sdpa", "eager"])
+def test_loss_and_gradient_of_packed_rows_are_those_of_padded_ones(attention: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    implementation = "eager" if attention == "eager" else "sdpa"
+    model = AutoModelForCausalLM.from_config(
+        build_config(), dtype=torch.float32, attn_implementation=implementation
+    )
+    decode, head = split_head(model)
+    rows = random_rows([9, 30, 4, 17, 25, 12, 3])
+    gradients: list[list[Tensor]] = []
+    losses = []
+    for packed in (False, True):
+        if packed:
+            settle_packing(model, decode, attention=attention, max_seq_len=40)
+            data = pack_samples(as_data(rows), max_seq_len=40, seed=0)
+            assert len(data) < 4
+            (batch,) = Loader(
+                data, global_batch_size=4, batch_size=4, seed=0, pad_id=0, length_buckets=[48]
+            ).micro_batches(1)
+        else:
+            batch = as_batch(rows)
+        loss = batch_loss(
+            batch,
+            loss_positions(batch.trained),
+            decode=decode,
+            head=head,
+            device=torch.device("cpu"),
+        )
+        loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.item())
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+        model.zero_grad()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    for packed_gradient, gradient in zip(*gradients, strict=True):
+        assert torch.allclose(packed_gradient, gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_whose_documents_see_each_other_is_refused() -> None:
+    model = build_family("llama")
+    inner, _ = split_head(model)
+
+    def decode(input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        return inner(input_ids)  # as a family does that doesn't look at position_ids
+
+    with pytest.raises(UnsupportedModelError) as caught:
+        settle_packing(model, decode, attention="auto", max_seq_len=64)
+    text = str(caught.value)
+    assert text.startswith("packing: LlamaForCausalLM can't be trained on packed rows here.")
+    assert "varlen: hidden states of two short documents differ by" in text
+    assert "sdpa: hidden states of two short documents differ by" in text
+    assert caught.value.attention == "auto"  # type: ignore[attr-defined]
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_cache_that_stays_on_is_found_by_the_probe() -> None:
+    """transformers looks at position_ids only without a cache, and has one by default."""
+    model = build_family("llama")
+
+    def decode(input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        return model.model(input_ids, position_ids=position_ids).last_hidden_state
+
+    with pytest.raises(UnsupportedModelError, match="sdpa: hidden states of two short documents"):
+        settle_packing(model, decode, attention="sdpa", max_seq_len=64)
+
+
+def test_masks_of_long_rows_are_refused_and_varlen_is_not() -> None:
+    model = build_family("gemma2")
+    decode, _ = split_head(model)
+    with pytest.raises(UnsupportedModelError, match="eager would build a mask of 9000 x 9000"):
+        settle_packing(model, decode, attention="auto", max_seq_len=9000)
+    model = build_family("llama")
+    decode, _ = split_head(model)
+    assert settle_packing(model, decode, attention="auto", max_seq_len=9000) == "varlen"
+
+
+def test_compiled_blocks_on_a_cpu_get_a_mask() -> None:
+    model = build_family("llama")
+    decode, _ = split_head(model)
+    used = settle_packing(model, decode, attention="auto", max_seq_len=64, is_compiled=True)
+    assert used == "sdpa"
+
+
+def test_answers_are_the_same_after_the_attention_was_switched() -> None:
+    model = build_family("llama")
+    prompts: dict[str, Any] = {
+        "input_ids": torch.tensor([[0, 0, 5, 6], [7, 8, 9, 10]]),
+        "attention_mask": torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]),
+    }
+    before = model.generate(**prompts, max_new_tokens=6, do_sample=False)
+    decode, _ = split_head(model)
+    settle_packing(model, decode, attention="varlen", max_seq_len=64)
+    assert model.config._attn_implementation == VARLEN
+    after = model.generate(**prompts, max_new_tokens=6, do_sample=False)
+    assert after.tolist() == before.tolist()
