@@ -27,6 +27,7 @@ VERBS: dict[str, str] = {
     "ckpt": "legato.cli.ckpt:app",
     "chat": "legato.cli.chat:chat",
     "generate": "legato.cli.generate:generate",
+    "eval": "legato.cli.evaluate:evaluate",
     "merge": "legato.cli.merge:merge",
     "export": "legato.cli.export:app",
     "demo": "legato.cli.demo:demo",

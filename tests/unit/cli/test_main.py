@@ -31,6 +31,7 @@ VERBS = {
     "import gguf",
     "chat",
     "generate",
+    "eval",
     "merge",
     "export gguf",
     "demo",

@@ -1,0 +1,85 @@
+"""``legato eval``: a checkpoint on public tasks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from legato.cli.answering import (
+    Device,
+    Dtype,
+    Folder,
+    TrustRemoteCode,
+    dtype_of,
+    refuse_existing,
+)
+
+
+def evaluate(
+    folder: Folder,
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="lm-eval's names, parted by commas; truthfulqa_mc2_local needs no hub.",
+        ),
+    ],
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="The first N questions of each task only.")
+    ] = None,
+    truthfulqa_csv: Annotated[
+        Path | None, typer.Option(help="TruthfulQA.csv, for truthfulqa_mc2_local.")
+    ] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(min=0, help="Solved examples before each question.")
+    ] = None,
+    apply_chat_template: Annotated[
+        bool, typer.Option("--apply-chat-template", help="Ask through the chat template.")
+    ] = False,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 8,
+    output: Annotated[Path | None, typer.Option(help="Write the figures as JSON too.")] = None,
+    dtype: Dtype = None,
+    device: Device = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Measure a model with lm-eval; figures with their standard errors."""
+    from legato.cli.logs import show_log
+    from legato.cli.show import show_table
+
+    if output is not None:
+        refuse_existing(output)
+    show_log()
+    from legato.evaluation.harness import evaluate_folder
+    from legato.parallel.world import pick_device
+
+    scores = evaluate_folder(
+        folder,
+        tasks=[task.strip() for task in tasks.split(",") if task.strip()],
+        truthfulqa_csv=truthfulqa_csv,
+        limit=limit,
+        num_fewshot=num_fewshot,
+        batch_size=batch_size,
+        apply_chat_template=apply_chat_template,
+        dtype=None if dtype is None else dtype_of(dtype),
+        device=pick_device(device),
+        trust_remote_code=trust_remote_code,
+    )
+    show_table(
+        ("task", "metric", "value", "standard error", "questions"),
+        [
+            (
+                score.task,
+                score.metric,
+                f"{score.value:.4f}",
+                "-" if score.standard_error is None else f"{score.standard_error:.4f}",
+                "-" if score.num_samples is None else str(score.num_samples),
+            )
+            for score in scores
+        ],
+    )
+    if output is not None:
+        content = {"model": folder, "limit": limit, "scores": [asdict(score) for score in scores]}
+        output.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Measure a model on public tasks, through EleutherAI's lm-eval."""

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from legato.cli.main import main
+from legato.errors import MissingDependencyError, UsageError
+from legato.evaluation.harness import evaluate_folder
+from legato.evaluation.truthfulqa import TASK_NAME, mc2_task
+from tests.helpers import tiny
+from tests.helpers.adapters import write_adapter
+
+ROWS = """Question,Correct Answers,Incorrect Answers
+Why?,It is; So,No
+When?,Now,Then; Never; Always
+Who?,Me,You
+"""
+
+
+@pytest.fixture(autouse=True)
+def settings_of_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
+    if find_spec("lm_eval") is None:
+        pytest.skip("lm-eval isn't installed")
+    # Its import sets these where they aren't set.
+    monkeypatch.setenv("HF_HUB_ENABLE_HF_TRANSFER", "0")
+    monkeypatch.setenv("HF_XET_HIGH_PERFORMANCE", "0")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_model(tmp_path_factory.mktemp("m") / "model", max_position_embeddings=2048)
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    (tmp_path / "t.csv").write_text(ROWS)
+    return tmp_path / "t.csv"
+
+
+def by_hand(folder: Path, questions: Path, count: int) -> float:
+    """Probabilities of the answers' tokens by one forward each, in double precision."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    task = mc2_task(questions)
+    rows = list(task["custom_dataset"]()["validation"])[:count]
+    shares = []
+    for row in rows:
+        prompt = tokenizer(task["doc_to_text"](row), add_special_tokens=False)["input_ids"]
+        probabilities = []
+        for choice in row["choices"]:
+            answer = tokenizer(f" {choice}", add_special_tokens=False)["input_ids"]
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([prompt + answer])).logits[0]
+            logs = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+            probabilities.append(float(logs[range(len(answer)), answer].sum().exp()))
+        true = sum(p for p, label in zip(probabilities, row["labels"], strict=True) if label)
+        shares.append(true / sum(probabilities))
+    return sum(shares) / len(shares)
+
+
+def test_the_figure_is_that_of_plain_forward_passes(folder: Path, questions: Path) -> None:
+    [score] = evaluate_folder(folder, tasks=[TASK_NAME], truthfulqa_csv=questions)
+    assert (score.task, score.metric, score.num_samples) == (TASK_NAME, "acc", 3)
+    assert score.value == pytest.approx(by_hand(folder, questions, 3), rel=1e-3)
+    assert score.standard_error is not None
+    assert 0 < score.standard_error < 1
+
+
+def test_an_adapter_is_measured_with_its_base(
+    folder: Path, questions: Path, tmp_path: Path
+) -> None:
+    adapter = write_adapter(folder, tmp_path / "adapter", noise=0.5)
+    options: dict[str, Any] = {"tasks": [TASK_NAME], "truthfulqa_csv": questions, "limit": 1}
+    [with_adapter] = evaluate_folder(adapter, **options)
+    [plain] = evaluate_folder(folder, **options)
+    assert with_adapter.num_samples == plain.num_samples == 1
+    assert with_adapter.value != pytest.approx(plain.value, rel=1e-3)
+
+
+def test_the_command_shows_a_table_and_writes_json(
+    folder: Path, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["eval", str(folder), "--tasks", TASK_NAME, "--truthfulqa-csv", str(questions)]
+    words += ["--limit", "2", "--device", "cpu", "--output", str(tmp_path / "scores.json")]
+    assert main(words) == 0
+    header, line = capsys.readouterr().out.splitlines()
+    assert header.split()[:3] == ["task", "metric", "value"]
+    assert line.split()[:2] == [TASK_NAME, "acc"]
+    written = json.loads((tmp_path / "scores.json").read_text())
+    assert written["limit"] == 2
+    [score] = written["scores"]
+    assert score["value"] == pytest.approx(by_hand(folder, questions, 2), rel=1e-3)
+    assert main(words) == 2
+    assert "scores.json: is already there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("tasks", "with_csv", "message"),
+    [
+        ([TASK_NAME], False, "needs --truthfulqa-csv TruthfulQA.csv"),
+        ([], False, "no task is given"),
+        (["arc_easyy"], False, "lm-eval knows no task arc_easyy"),
+        (["arc_easy"], True, "is read by the task truthfulqa_mc2_local, which isn't asked for"),
+    ],
+)
+def test_tasks_are_checked_before_the_model_is_loaded(
+    questions: Path, tmp_path: Path, tasks: list[str], with_csv: bool, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        evaluate_folder(
+            tmp_path / "none", tasks=tasks, truthfulqa_csv=questions if with_csv else None
+        )
+
+
+def test_without_lm_eval_the_error_says_how_to_get_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("legato.evaluation.harness.find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'lm-eval>=0\.4\.9'"):
+        evaluate_folder(folder, tasks=["arc_easy"])
