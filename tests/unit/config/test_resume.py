@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from legato.config.load import dump_yaml
-from legato.config.resume import diff_on_resume
+from legato.config.resume import diff_on_resume, differences
 from legato.config.schema import RunConfig
 
 
@@ -99,3 +99,46 @@ def test_a_key_that_the_old_config_lacks_had_its_default() -> None:
     old["a_key_of_an_older_version"] = 1
     refused, warned = diff_on_resume(old, build(seed=2))
     assert ([str(c) for c in refused], warned) == (["seed: was 0, now 2"], ())
+
+
+@pytest.mark.parametrize(
+    ("global_batch_size", "world_size", "changes", "refused"),
+    [
+        # The run takes 16 rows a step: 4 x 2 on each of two ranks.
+        (16, 2, {}, []),
+        (16, 4, {}, []),
+        (16, 4, {"gradient_accumulation_steps": 1}, []),
+        (16, 1, {"batch_size": 16, "gradient_accumulation_steps": 1}, []),
+        (
+            *(16, 4, {"gradient_accumulation_steps": 4}),
+            ["gradient_accumulation_steps: was 2, now 4"],
+        ),
+    ],
+)
+def test_the_global_batch_belongs_to_the_run_on_any_number_of_ranks(
+    global_batch_size: int, world_size: int, changes: dict[str, Any], refused: list[str]
+) -> None:
+    found, warned = diff_on_resume(
+        build().model_dump(mode="json"),
+        build(**changes),
+        global_batch_size=global_batch_size,
+        world_size=world_size,
+    )
+    assert ([str(change) for change in found], warned) == (refused, ())
+
+
+def test_the_same_method_on_another_number_of_devices_is_the_same_run() -> None:
+    assert told(recipe="full_finetune_distributed") == ([], [])
+    assert told(recipe="lora_finetune_distributed")[0] == [
+        "recipe: was full_finetune_single_device, now lora_finetune_distributed"
+    ]
+
+
+def test_differences_name_every_key_that_has_another_value() -> None:
+    one = build().model_dump(mode="json")
+    other = build(seed=1, optimizer={"lr": 2.0}).model_dump(mode="json") | {"--flag": True}
+    assert sorted(str(change) for change in differences(one, other)) == [
+        "--flag: was absent, now true",
+        "optimizer.lr: was 0.001, now 2.0",
+        "seed: was 0, now 1",
+    ]

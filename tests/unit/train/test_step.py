@@ -252,6 +252,41 @@ def test_counts_and_losses_are_added_up_over_ranks(tiny_model_dir: Path, rows: l
     assert one_of_two.grad_norm == pytest.approx(alone.grad_norm / 2, rel=1e-5)
 
 
+def test_ranks_decide_together_and_name_the_rows_of_the_rank_that_broke(
+    setup: Setup, rows: list[Row]
+) -> None:
+    """Here everything is finite; another rank tells of a loss that isn't, and of its row."""
+    said: list[Any] = []
+    sums = iter([lambda counts: counts, lambda losses: [math.nan, losses[1]]])
+
+    def sum_over_ranks(values: list[float]) -> list[float]:
+        return next(sums)(values)
+
+    def gather_over_ranks(value: Any) -> list[Any]:
+        said.append(value)
+        return [value, [["theirs:7"], ["theirs:9"]]]
+
+    before = setup.weights()
+    with pytest.raises(NonFiniteError, match="Samples: theirs:7\\. ") as caught:
+        setup.step(
+            as_batches(rows, 4),
+            sum_over_ranks=sum_over_ranks,
+            gather_over_ranks=gather_over_ranks,
+        )
+    assert caught.value.sample_ids == ("theirs:7",)
+    assert said[0][0] == []
+    assert len(said[0][1]) == len(rows)
+    assert all(torch.equal(weight, before[name]) for name, weight in setup.weights().items())
+
+
+def test_gradients_are_added_up_over_ranks_after_the_last_micro_batch_only(
+    setup: Setup, rows: list[Row]
+) -> None:
+    told: list[bool] = []
+    setup.step(as_batches(rows, 3), set_gradient_sync=told.append)
+    assert told == [False, False, True]
+
+
 def test_positions_are_those_before_a_trained_token() -> None:
     trained = torch.tensor([[True, False, True, True], [False, True, False, False]])
     assert loss_positions(trained).tolist() == [1, 2, 4]
