@@ -55,14 +55,16 @@ def write_family(folder: Path, family: str) -> Path:
 
 def test_every_family_ships_full_and_lora() -> None:
     names = hub_names()
-    assert len(names) >= 14
+    assert len(names) >= 28
     for family in FAMILIES:
-        methods = {
-            n.split("_single_device")[0].rsplit("_", 1)[-1]
-            for n in names
-            if n.startswith(f"{family}/")
-        }
-        assert methods >= {"full", "lora"}
+        ours = [name for name in names if name.startswith(f"{family}/")]
+        for kind in (
+            "full_single_device",
+            "lora_single_device",
+            "full_distributed",
+            "lora_distributed",
+        ):
+            assert any(name.endswith(kind) for name in ours), (family, kind)
 
 
 @pytest.mark.parametrize("name", hub_names())

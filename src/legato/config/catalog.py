@@ -76,6 +76,8 @@ def find_config(name_or_path: str) -> ConfigFile:
 def _not_found(name_or_path: str) -> str:
     if Path(name_or_path).is_dir():
         return f"{name_or_path}: expected a config file, found a folder"
-    near = difflib.get_close_matches(name_or_path, hub_names(), n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]}?" if near else ""
+    names = hub_names()
+    near = [name for name in names if name.startswith(f"{name_or_path}_")]
+    near = near or difflib.get_close_matches(name_or_path, names, n=1, cutoff=0.5)
+    hint = f" Did you mean {' or '.join(near)}?" if near else ""
     return f"{name_or_path}: no such file and no such hub config.{hint} `legato ls` lists them."

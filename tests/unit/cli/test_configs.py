@@ -23,15 +23,20 @@ def test_ls_shows_recipes_with_their_configs(capsys: pytest.CaptureFixture[str])
     assert main(["ls"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["recipe", "config"]
-    assert lines[1].split() == ["full_finetune_single_device", "gemma3/1B_full_single_device"]
-    assert lines[8].split() == ["lora_finetune_single_device", "gemma3/1B_lora_single_device"]
-    assert len(lines) == 15
+    assert lines[1].split() == ["full_finetune_distributed", "gemma3/1B_full_distributed"]
+    assert lines[8].split() == ["full_finetune_single_device", "gemma3/1B_full_single_device"]
+    assert lines[22].split() == ["lora_finetune_single_device", "gemma3/1B_lora_single_device"]
+    assert len(lines) == 29
 
 
 def test_ls_json_is_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ls", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert list(shown) == ["full_finetune_single_device", "lora_finetune_single_device"]
+    assert list(shown) == [
+        f"{method}_finetune_{devices}"
+        for method in ("full", "lora")
+        for devices in ("distributed", "single_device")
+    ]
     assert NAME in shown["lora_finetune_single_device"]
 
 
@@ -42,7 +47,8 @@ def test_cat_prints_the_file(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_cat_of_an_unknown_name_suggests_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cat", "smollm2/135M_lora"]) == 2
-    assert f"Did you mean {NAME}?" in capsys.readouterr().err
+    hint = "Did you mean smollm2/135M_lora_distributed or smollm2/135M_lora_single_device?"
+    assert hint in capsys.readouterr().err
 
 
 def test_a_copy_is_the_same_config_and_names_the_schema_by_its_place() -> None:

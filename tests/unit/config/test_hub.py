@@ -20,9 +20,17 @@ FAMILIES = (
 )
 
 
-def test_every_family_has_full_and_lora() -> None:
+def recipe_for(name: str) -> str:
+    _, method, devices = name.split("/")[1].split("_", 2)
+    return f"{method}_finetune_{devices}"
+
+
+def test_every_family_has_full_and_lora_for_one_device_and_for_many() -> None:
     assert hub_names() == sorted(
-        f"{family}_{method}_single_device" for family in FAMILIES for method in ("full", "lora")
+        f"{family}_{method}_{devices}"
+        for family in FAMILIES
+        for method in ("full", "lora")
+        for devices in ("single_device", "distributed")
     )
 
 
@@ -34,8 +42,7 @@ def test_every_file_is_in_the_catalog() -> None:
 @pytest.mark.parametrize("name", hub_names())
 def test_a_hub_config_is_valid_and_named_for_what_it_does(name: str) -> None:
     loaded = load_config(name)
-    method = "lora" if "_lora_" in name else "full"
-    assert loaded.config.recipe == f"{method}_finetune_single_device" == recipe_of(name)
+    assert loaded.config.recipe == recipe_for(name) == recipe_of(name)
     assert loaded.config.output_dir == f"out/{name}"
     assert loaded.name == name.split("/")[1]
 
@@ -56,7 +63,21 @@ def test_a_hub_config_is_complete_short_and_commented(name: str) -> None:
 
 @pytest.mark.parametrize("name", hub_names())
 def test_the_command_of_torchtunes_users_fits_every_hub_config(name: str) -> None:
-    recipe = "lora_finetune_single_device" if "_lora_" in name else "full_finetune_single_device"
+    recipe = recipe_for(name)
     words = ["device=cuda:0", "compile=True", "max_steps_per_epoch=10", "epochs=1"]
     config = load_config(name, words, recipe=recipe).config
     assert (config.device, config.compile, config.max_steps_per_epoch) == ("cuda:0", True, 10)
+
+
+@pytest.mark.parametrize("name", [n for n in hub_names() if n.endswith("_distributed")])
+def test_many_devices_take_the_step_that_one_takes(name: str) -> None:
+    """The same rows a step, so that the learning rate fits."""
+    many = load_config(name).config
+    one = load_config(name.replace("_distributed", "_single_device")).config
+    num_devices = 2 if name.startswith("smollm2/") else 8
+    rows = one.batch_size * one.gradient_accumulation_steps
+    assert many.batch_size * many.gradient_accumulation_steps * num_devices == rows
+    text = (HUB / f"{name}.yaml").read_text(encoding="utf-8")
+    assert f"# {rows} rows a step on {num_devices} devices" in text
+    alike = {"recipe", "batch_size", "gradient_accumulation_steps", "output_dir", "dp_shard"}
+    assert many.model_dump(exclude=alike) == one.model_dump(exclude=alike)
