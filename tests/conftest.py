@@ -6,6 +6,7 @@ import logging
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["LEGATO_CACHE"] = "off"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 

@@ -100,6 +100,22 @@ class ChatFormatter:
         self._opening = opening_ids(tokenizer)
         self._variables = tokenizer.special_tokens_map | dict(template_kwargs or {})
 
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """Everything that samples depend on besides the rows, as JSON values."""
+        return {
+            "tokenizer": self._tokenizer.backend_tokenizer.to_str(),
+            "template": self._rendered_template,
+            "variables": self._variables,
+            "train_on_inputs": self._train_on_inputs,
+            "roles_to_train": sorted(self._roles_to_train),
+            "control_tokens_allowed": self._control_tokens_allowed,
+            "stop_ids": sorted(self.stop_ids),
+            "stop_id": self._stop_id,
+            "opening": self._opening,
+            "notes": self.notes,
+        }
+
     def format(
         self,
         examples: Sequence[Example],

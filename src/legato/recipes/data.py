@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from legato.config.schema import DatasetConfig, RunConfig
-from legato.data.build import build_data, split_validation
+from legato.data.build import split_validation
+from legato.data.cache import build_cached, cache_folder
 from legato.data.chat import ChatFormatter
 from legato.data.formats import DatasetSpec
 from legato.data.loader import Loader
@@ -96,7 +98,8 @@ def read_samples(config: RunConfig, *, start_date: date) -> Samples:
     )
     max_seq_len = longest_row(config)
     read = partial(
-        build_data,
+        build_cached,
+        folder=cache_folder(os.environ),
         formatter=formatter,
         max_seq_len=max_seq_len,
         excess_length=config.excess_length,
