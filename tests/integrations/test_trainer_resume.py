@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -276,6 +277,18 @@ def test_a_trainers_own_checkpoint_goes_on_as_steps_of_legato(whole: Whole, tmp_
     assert steps == {"step_6", "step_9", "step_12", "step_15"}
 
 
+def test_a_checkpoint_that_a_trainer_without_legato_wrote_after_one_of_legatos(
+    whole: Whole, tmp_path: Path
+) -> None:
+    """It hands on which step of Legato's it came from, and mustn't be taken for that one."""
+    step = only_step(whole.folder, 4, tmp_path / "old")
+    without = build_trainer(tmp_path / "own", max_steps=6, save_strategy="steps", save_steps=6)
+    without.train(resume_from_checkpoint=str(step))
+    trainer = build_trainer(tmp_path / "out", LegatoCheckpoints(save=EverySteps(9)))
+    trainer.train(resume_from_checkpoint=str(tmp_path / "own/checkpoint-6"))
+    assert {path.name for path in (tmp_path / "out").glob("step_*")} == {"step_9", "step_15"}
+
+
 def test_a_finished_training_has_nothing_left_to_do(whole: Whole, tmp_path: Path) -> None:
     step = only_step(whole.folder, NUM_STEPS, tmp_path / "out")
     before = {path: path.stat().st_mtime_ns for path in step.rglob("*")}
@@ -291,6 +304,27 @@ def test_another_model_is_refused_by_name(whole: Whole, tmp_path: Path) -> None:
     )
     with pytest.raises(CheckpointMismatchError, match=r"model\.layers\.2\."):
         trainer.train(resume_from_checkpoint=str(step))
+
+
+def open_locks() -> list[str]:
+    """Lock files that this process holds open."""
+    links = [Path("/proc/self/fd") / fd for fd in os.listdir("/proc/self/fd")]
+    return [path for path in map(str, map(os.path.realpath, links)) if path.endswith(".lock")]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are read from /proc")
+def test_a_training_that_is_refused_or_over_gives_the_folder_back(
+    whole: Whole, tmp_path: Path
+) -> None:
+    step = only_step(whole.folder, 4, tmp_path / "out")
+    config = tiny.build_config(num_hidden_layers=1)
+    model = AutoModelForCausalLM.from_config(config)
+    trainer = build_trainer(tmp_path / "out", every_step(), model=model)
+    with pytest.raises(CheckpointMismatchError):
+        trainer.train(resume_from_checkpoint=str(step))
+    assert open_locks() == []
+    resume(step)
+    assert open_locks() == []
 
 
 def test_a_damaged_step_is_refused_when_bytes_are_verified(whole: Whole, tmp_path: Path) -> None:

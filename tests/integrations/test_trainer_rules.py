@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     MixtralConfig,
@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from legato.checkpoint import EverySteps, KeepLast, NewBest, OnSignal
-from legato.errors import CheckpointError, ConfigError
+from legato.errors import CheckpointError, ConfigError, ModelError
 from legato.integrations.trainer_parts import SchedulerPart
 from legato.integrations.trainer_rules import model_problems
 from legato.integrations.transformers import LegatoCheckpoints
@@ -142,6 +142,14 @@ def test_several_adapters_are_refused(tmp_path: Path) -> None:
     model.add_adapter("second", LoraConfig(target_modules="all-linear"))
     trainer = build_trainer(tmp_path, LegatoCheckpoints(save=EverySteps(1)), model=model)
     with pytest.raises(ConfigError, match=r"2 adapters \(default, second\)"):
+        trainer.train()
+
+
+def test_prompt_tuning_is_refused_by_the_name_of_its_tensor(tmp_path: Path) -> None:
+    base = AutoModelForCausalLM.from_config(tiny.build_config())
+    model = get_peft_model(base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    trainer = build_trainer(tmp_path, LegatoCheckpoints(save=EverySteps(1)), model=model)
+    with pytest.raises(ModelError, match="prompt_encoder"):
         trainer.train()
 
 

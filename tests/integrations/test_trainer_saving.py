@@ -132,20 +132,33 @@ def test_the_last_step_of_each_epoch_is_saved(
 
 
 def test_a_new_best_is_saved_when_it_is_found(tmp_path: Path) -> None:
-    checkpoints = LegatoCheckpoints(save=NewBest(), keep=KeepLast(1) | KeepBest(1))
     trainer = train(
-        tmp_path, checkpoints, metric_for_best_model="loss", greater_is_better=False, eval_steps=1
+        tmp_path,
+        LegatoCheckpoints(save=NewBest()),
+        metric_for_best_model="loss",
+        greater_is_better=False,
+        eval_steps=1,
+        learning_rate=0.2,
     )
-    losses = {
-        entry["step"]: entry["eval_loss"]
-        for entry in trainer.state.log_history
-        if "eval_loss" in entry
-    }
-    best = min(losses, key=lambda step: losses[step])
-    assert steps(tmp_path) == sorted({best, NUM_STEPS})
-    assert (tmp_path / "best").resolve().name == f"step_{best}"
-    stored = json.loads((tmp_path / f"step_{best}/trainer_state.json").read_text())
-    assert stored["best_metric"] == losses[best]
+    losses = {e["step"]: e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e}
+    before = {step: [losses[s] for s in losses if s < step] for step in losses}
+    found = [step for step, loss in losses.items() if loss < min(before[step], default=9e9)]
+    assert 1 < len(found) < NUM_STEPS
+    assert steps(tmp_path) == sorted({*found, NUM_STEPS})
+    assert (tmp_path / "best").resolve().name == f"step_{found[-1]}"
+    stored = json.loads((tmp_path / f"step_{found[-1]}/trainer_state.json").read_text())
+    assert stored["best_metric"] == losses[found[-1]]
+
+
+def test_the_best_and_the_last_step_are_kept(tmp_path: Path) -> None:
+    # The highest loss, since the lowest is the last one.
+    keep = KeepLast(1) | KeepBest(1, greater_is_better=True)
+    checkpoints = LegatoCheckpoints(save=EverySteps(3), keep=keep)
+    trainer = train(tmp_path, checkpoints, learning_rate=0.2)
+    losses = {e["step"]: e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e}
+    best = max(losses, key=lambda step: losses[step])
+    assert best < NUM_STEPS
+    assert steps(tmp_path) == [best, NUM_STEPS]
 
 
 class Asking(TrainerCallback):
