@@ -22,9 +22,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from legato.checkpoint import Checkpointer, KeepLast, ModelPart, OptimizerPart, RngPart
+from legato.checkpoint import relay as relay_module
 from legato.checkpoint import saver as saver_module
+from legato.checkpoint.lifecycle import find_damage
 from legato.errors import CheckpointError, CheckpointExistsError, RankDisagreementError
-from legato.storage import LocalStorage
+from legato.storage import LocalStorage, RemoteStorage
 from tests.helpers import spawn
 from tests.helpers.faults import FaultyStorage, Operation
 from tests.helpers.loops import Counter
@@ -216,6 +218,7 @@ def disagree(rank: int, folder: str) -> str:
     pending.wait()
     records = []
     while not records:
+        time.sleep(0.02)
         records = checkpointer.poll()
     assert not records[0].will_retry
     checkpointer.save({"model": model}, step=5)
@@ -271,6 +274,7 @@ def one_rank_fails(rank: int, folder: str, failing: int, verb: str) -> list[tupl
             while checkpointer.in_flight is not None:
                 records = checkpointer.poll()
                 found += [(r.step, r.error) for r in records]
+                time.sleep(0.02)
         assert [info.step for info in checkpointer.steps()] == [1, 2, 3]
         assert all(info.is_complete for info in checkpointer.steps())
     return found
@@ -395,3 +399,92 @@ def test_when_a_rank_dies_the_others_end_soon_and_nothing_half_made_is_visible(
     assert list((tmp_path / "out").glob("*step*")) == []
     with Checkpointer(tmp_path / "out") as checkpointer:
         assert checkpointer.source is None
+
+
+class OneWriterPerFile(FaultyStorage):
+    """Fails unless each weight file is written by one process, front to back."""
+
+    def __init__(self, folder: str, rank: int, *, fail_once: bool = False) -> None:
+        super().__init__(LocalStorage(positioned_shared_writes=False), fail_at=None)
+        self.folder = folder
+        self.rank = rank
+        self.fail_once = fail_once
+        self.ends: dict[str, int] = {}
+
+    def write_at(self, path: str, offset: int, data: Any) -> None:
+        if self.fail_once and offset:
+            self.fail_once = False
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        assert self.ends.get(path, 0) == offset, "not front to back"
+        self.ends[path] = offset + len(memoryview(data))
+        writer = Path(self.folder) / f"writer-of-{path.replace('/', '_')}"
+        assert not writer.exists() or writer.read_text() == str(self.rank)
+        writer.write_text(str(self.rank))
+        super().write_at(path, offset, data)
+
+    def create_file(self, path: str, size_bytes: int) -> None:
+        self.ends[path] = 0
+        super().create_file(path, size_bytes)
+
+
+def relay_three_steps(rank: int, folder: str, failing: int | None) -> Arrays:
+    saver_module.RETRY_SECONDS = 0.0
+    relay_module.MESSAGE_BYTES = 40
+    storage = OneWriterPerFile(folder, rank, fail_once=rank == failing)
+    loop = Sharded()
+    with Checkpointer(
+        f"{folder}/out", process_group=dist.group.WORLD, storage=storage, max_file_bytes=200
+    ) as checkpointer:
+        failures = 0
+        for _ in (1, 2, 3):
+            checkpointer.save(loop.state, step=loop.step())
+            while checkpointer.in_flight is not None:
+                failures += sum(r.error is not None for r in checkpointer.poll())
+                time.sleep(0.02)
+        assert failures == (failing is not None)
+    return arrays(loop.whole())
+
+
+@pytest.mark.parametrize("failing", [None, 0, 1])
+def test_where_a_file_may_have_one_writer_the_others_send_their_slices(
+    tmp_path: Path, failing: int | None
+) -> None:
+    expected = spawn.run(relay_three_steps, 3, str(tmp_path), failing)[0]
+    folder = tmp_path / "out" / "step_3"
+    found: dict[str, torch.Tensor] = {}
+    for path in folder.glob("state/*.safetensors"):
+        found |= load_file(path)
+    for path in folder.glob("model*.safetensors"):
+        found |= {f"model/{key}": value for key, value in load_file(path).items()}
+    assert_equal(arrays(found), expected)
+    with Checkpointer(tmp_path / "out", verify_on_load=True) as checkpointer:
+        assert [info.is_complete for info in checkpointer.steps()] == [True] * 3
+        assert checkpointer.source is not None
+        assert find_damage(LocalStorage(), checkpointer.source) == []
+
+
+def save_to_a_store(rank: int, folder: str) -> None:
+    from fsspec.implementations.local import LocalFileSystem
+
+    # Whole files, no rename in one step, no shared writes: an object store that two processes see.
+    store = RemoteStorage(LocalFileSystem(auto_mkdir=True))
+    loop = Sharded()
+    with Checkpointer(
+        f"{folder}/out", process_group=dist.group.WORLD, storage=store, keep=KeepLast(2)
+    ) as checkpointer:
+        for _ in (1, 2, 3):
+            checkpointer.save(loop.state, step=loop.step())
+        expected = loop.whole()
+    resumed = Sharded()
+    with Checkpointer(
+        f"{folder}/out", process_group=dist.group.WORLD, storage=store
+    ) as checkpointer:
+        assert checkpointer.restore(resumed.state) == {"step": 3, "notes": []}
+        assert_equal(arrays(resumed.whole()), arrays(expected))
+        if rank == 0:
+            assert [info.step for info in checkpointer.steps()] == [2, 3]
+
+
+def test_ranks_save_to_an_object_store_where_the_manifest_is_the_commit(tmp_path: Path) -> None:
+    spawn.run(save_to_a_store, 2, str(tmp_path))
+    assert not list((tmp_path / "out").glob(".step*"))

@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from legato.checkpoint.lifecycle import RunFolder
 from legato.checkpoint.manifest import (
     STATE_FOLDER,
@@ -27,12 +25,14 @@ from legato.checkpoint.manifest import (
     digest_of,
     parse_manifest,
 )
-from legato.checkpoint.plan import SavePlan, Write
+from legato.checkpoint.plan import SavePlan, Write, digest_runs
 from legato.checkpoint.records import Committed, PendingSave
+from legato.checkpoint.relay import Relay
 from legato.checkpoint.staging import Snapshot
 from legato.errors import CheckpointError, CheckpointWriteError, RankDisagreementError
 from legato.hf_folder import tensor_bytes
 from legato.parallel.peers import Peers
+from legato.storage import Storage
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,13 +67,17 @@ class SaveJob:
         return self.pending.step
 
 
-def write_checkpoint(job: SaveJob, *, folder: RunFolder, peers: Peers) -> Committed:
+def write_checkpoint(
+    job: SaveJob, *, folder: RunFolder, peers: Peers, in_place: bool = True
+) -> Committed:
     """Collective: write a staged save and commit it.
 
     Args:
         job: What to write.
         folder: Where to.
         peers: All ranks; their group is used by this thread only.
+        in_place: Several ranks may write into one file; else each file has an owner, which the
+            others send their slices to.
 
     Returns:
         The committed step, on every rank.
@@ -83,11 +87,14 @@ def write_checkpoint(job: SaveJob, *, folder: RunFolder, peers: Peers) -> Commit
         CheckpointWriteError: A rank failed; ``.failures`` maps rank to text. Nothing is left.
     """
     _agree(job, peers)
-    temporary = peers.on_main(lambda: _create_files(job, folder), fallback=CheckpointWriteError)
+    temporary = peers.on_main(
+        lambda: _create_files(job, folder, in_place=in_place), fallback=CheckpointWriteError
+    )
     try:
-        written, error = _write(job, folder, temporary, rank=peers.rank), None
+        written = (_write if in_place else _relay)(job, folder, temporary, peers)
+        error = None
     except Exception as caught:
-        written, error = None, caught
+        written, error = {}, caught
     job.pending.times.written_seconds = job.pending.times.since_start()
     try:
         reports = _gather_reports(job, peers=peers, written=written, error=error)
@@ -116,7 +123,7 @@ def _agree(job: SaveJob, peers: Peers) -> None:
             )
 
 
-def _create_files(job: SaveJob, folder: RunFolder) -> str:
+def _create_files(job: SaveJob, folder: RunFolder, *, in_place: bool) -> str:
     """Rank 0: the temporary folder, every file at its full size with its header, small files."""
     storage = folder.storage
     temporary = folder.reserve(
@@ -126,68 +133,72 @@ def _create_files(job: SaveJob, folder: RunFolder) -> str:
         names = [*(file.name for file in job.plan.files), *job.small_files]
         if any(name.startswith(f"{STATE_FOLDER}/") for name in names):
             storage.make_folder(posixpath.join(temporary, STATE_FOLDER))
-        for file in job.plan.files:
+        for file in job.plan.files if in_place else ():
             path = posixpath.join(temporary, file.name)
             storage.create_file(path, file.size_bytes)
             storage.write_at(path, 0, file.header)
         for name, data in job.small_files.items():
-            storage.write_bytes(posixpath.join(temporary, name), data)
+            path = posixpath.join(temporary, name)
+            storage.write_bytes(path, data)
+            storage.sync_file(path)
     except BaseException:
         folder.discard(temporary)
         raise
     return temporary
 
 
-def _write(job: SaveJob, folder: RunFolder, temporary: str, *, rank: int) -> dict[str, list[Slice]]:
+def _write(job: SaveJob, folder: RunFolder, temporary: str, peers: Peers) -> dict[str, list[Slice]]:
     """This rank's slices, at their final offsets, digested and durable."""
     job.snapshot.wait()
     job.pending.times.staged_seconds = job.pending.times.since_start()
-    storage = folder.storage
     names = [file.name for file in job.plan.files]
     # Each rank starts with another file: several writers on one file wait for each other.
-    start = rank % len(names) if names else 0
+    start = peers.rank % len(names) if names else 0
     written: dict[str, list[Slice]] = {}
     for name in names[start:] + names[:start]:
         path = posixpath.join(temporary, name)
-        written[name] = [
-            part
-            for write in job.plan.writes[name]
-            for part in _write_tensor(storage, path, write, job.snapshot.value(write.source))
-        ]
-        job.pending.times.written_bytes += sum(p.run_bytes * p.num_runs for p in written[name])
-        if written[name] or rank == 0:
-            storage.sync_file(path)
-    if rank == 0:
-        for name in job.small_files:
-            storage.sync_file(posixpath.join(temporary, name))
+        written[name] = []
+        for write in job.plan.writes[name]:
+            data = tensor_bytes(job.snapshot.value(write.source).to(write.dtype))
+            _write_runs(folder.storage, path, write, data)
+            written[name] += digest_runs(write, data)
+            job.pending.times.written_bytes += len(data)
+        if written[name] or peers.is_main:
+            folder.storage.sync_file(path)
     return written
 
 
-def _write_tensor(storage: Any, path: str, write: Write, value: Tensor) -> list[Slice]:
-    data = tensor_bytes(value.to(write.dtype))
-    parts = []
+def _write_runs(storage: Storage, path: str, write: Write, data: memoryview) -> None:
     for runs in write.runs:
         for i in range(runs.num_runs):
-            begin = runs.source_offset + i * runs.run_bytes
-            piece = data[begin : begin + runs.run_bytes]
+            start = runs.source_offset + i * runs.run_bytes
+            piece = data[start : start + runs.run_bytes]
             storage.write_at(path, runs.offset + i * runs.distance_bytes, piece)
-        end = runs.source_offset + runs.num_runs * runs.run_bytes
-        digest = digest_of(data[runs.source_offset : end])
-        parts.append(Slice(runs.offset, runs.run_bytes, digest, runs.num_runs, runs.distance_bytes))
-    return parts
+
+
+def _relay(job: SaveJob, folder: RunFolder, temporary: str, peers: Peers) -> dict[str, list[Slice]]:
+    """Collective: the same where each file has one writer."""
+    paths = {file.name: posixpath.join(temporary, file.name) for file in job.plan.files}
+    relay = Relay(job.plan, job.snapshot, storage=folder.storage, peers=peers)
+    job.pending.times.staged_seconds = job.pending.times.since_start()
+    written = relay.run(paths)
+    job.pending.times.written_bytes = sum(
+        part.run_bytes * part.num_runs for parts in written.values() for part in parts
+    )
+    return written
 
 
 def _gather_reports(
     job: SaveJob,
     *,
     peers: Peers,
-    written: Mapping[str, list[Slice]] | None,
+    written: Mapping[str, list[Slice]],
     error: Exception | None,
 ) -> list[Any]:
     """Collective: what each rank wrote; an error on every rank if any of them failed."""
     mine = {
         "error": f"{type(error).__name__}: {error}" if error else None,
-        "slices": {n: [p.to_json() for p in parts] for n, parts in (written or {}).items()},
+        "slices": {n: [p.to_json() for p in parts] for n, parts in written.items()},
     }
     reports = peers.gather(mine)
     failures = {rank: said["error"] for rank, said in enumerate(reports) if said["error"]}

@@ -48,7 +48,7 @@ from legato.checkpoint.saver import SaveOptions
 from legato.checkpoint.session import open_session
 from legato.checkpoint.space import check_space, checkpoint_bytes
 from legato.errors import CheckpointError, CheckpointTornError
-from legato.storage import LocalStorage, Storage
+from legato.storage import LocalStorage, Storage, open_storage
 
 
 class Checkpointer:
@@ -64,7 +64,7 @@ class Checkpointer:
     ``due``, ``drain`` and ``close``: every rank calls them at the same step.
 
     Args:
-        output_dir: Folder of the run; made if it is absent.
+        output_dir: Folder of the run, or a URL that fsspec knows; made if it is absent.
         save: When a step is to be saved; see `due`.
         keep: Which steps stay; the newest always does.
         config_name: The run's config is written into each step as ``<config_name>.yaml``.
@@ -84,7 +84,7 @@ class Checkpointer:
         keep_last_n_states: Older kept steps lose their ``state/``; None: none does.
         prune: ``delete`` what isn't kept, or ``move`` it to ``output_dir/.pruned/``.
         best: What the link ``best`` means; None: the `KeepBest` in ``keep``, if there is one.
-        storage: Where ``output_dir`` is; None: this machine's disks, with a lock.
+        storage: Where ``output_dir`` is; None: as it says, with a lock on a disk.
         process_group: The ranks of the run, any backend; None: a single process.
         max_file_bytes: Bytes of tensors per file.
         lock_wait_seconds: How long to wait for the lock (an elastic restart: about 30).
@@ -138,8 +138,9 @@ class Checkpointer:
     ) -> None:
         if not re.fullmatch(r"[^/\\\0]+", config_name):
             raise CheckpointError(f"config_name is {config_name!r}, not a plain file name")
-        self.output_dir = _absolute(output_dir) if storage is None else os.fspath(output_dir)
-        self._storage = LocalStorage() if storage is None else storage
+        self._storage, self.output_dir = storage or LocalStorage(), os.fspath(output_dir)
+        if storage is None:
+            self._storage, self.output_dir = _locate(output_dir)
         self._folder = RunFolder(self._storage, self.output_dir)
         self._save_policy = save or (EverySteps(500) | OnSignal())
         self._rules = KeepRules(
@@ -160,9 +161,9 @@ class Checkpointer:
         self._clock = clock
         self._session = open_session(
             self._folder,
-            resume=resume if resume is False or resume == "auto" else _absolute(resume),
+            resume=resume if resume is False or resume == "auto" else _locate(resume)[1],
             start_over=start_over,
-            use_lock=storage is None,
+            use_lock=storage is None and isinstance(self._storage, LocalStorage),
             lock_wait_seconds=lock_wait_seconds,
             launch=Launch(launch_id, attempt),
             process_group=process_group,
@@ -427,7 +428,10 @@ class Checkpointer:
             self._close_failing()
 
 
-def _absolute(path: str | os.PathLike[str]) -> str:
-    """Links resolved, so ``out/latest`` is the step it leads to; addresses stay as they are."""
-    text = os.fspath(path)
-    return text if "://" in text else os.path.realpath(text)
+def _locate(path: str | os.PathLike[str]) -> tuple[Storage, str]:
+    """The storage of a path or URL, and the path in it.
+
+    Links of a disk are resolved, so ``out/latest`` is the step it leads to.
+    """
+    storage, found = open_storage(os.fspath(path))
+    return storage, os.path.realpath(found) if isinstance(storage, LocalStorage) else found

@@ -41,6 +41,8 @@ from legato.storage import Storage
 logger = logging.getLogger(__name__)
 
 PIN_NAME = ".pinned"
+# In a step folder that is being written in place: what isn't complete there is ours to replace.
+BEGUN_NAME = ".begun"
 POINTERS = ("latest", "best")
 
 _READ_BYTES = 64 * 1024**2
@@ -110,8 +112,12 @@ class RunFolder:
         path = self._at(f".step_{step}.tmp-{run_id}")
         if not self.storage.atomic_rename:
             path = self.step_path(step)
+            if there is not None and not self._is_begun(path):
+                self._move_aside(there, now=saved_at)
         self.storage.remove_tree(path)
         self.storage.make_folder(path)
+        if not self.storage.atomic_rename:
+            self.storage.write_bytes(posixpath.join(path, BEGUN_NAME), b"")
         return path
 
     def discard(self, temporary: str) -> None:
@@ -160,6 +166,9 @@ class RunFolder:
     def amend(self, step: int, manifest: Manifest) -> None:
         """Replace the manifest of a committed step, atomically."""
         path = posixpath.join(self.step_path(step), MANIFEST_NAME)
+        if not self.storage.atomic_rename:
+            self.storage.write_bytes(path, manifest.encode())  # a store replaces whole objects
+            return
         beside = f"{path}.new"
         self.storage.write_bytes(beside, manifest.encode())
         self.storage.sync_file(beside)
@@ -258,6 +267,15 @@ class RunFolder:
         path = self.step_path(step)
         return inspect(self.storage, path) if self.storage.stat(path) is not None else None
 
+    def _is_begun(self, path: str) -> bool:
+        names = self.storage.list_folder(path)
+        return BEGUN_NAME in names or MANIFEST_NAME in names
+
+    def _move_aside(self, there: StepInfo, *, now: float) -> None:
+        aside = self._free_name(f".torn-step_{there.step}-{int(now)}")
+        logger.warning("moving %s aside to %s: %s", there.path, aside, there.problem)
+        self.storage.rename(there.path, aside)
+
     def _rename_into_place(self, temporary: str, manifest: Manifest, *, now: float) -> None:
         there = self._found(manifest.step)
         if there is not None and there.manifest == manifest:
@@ -267,9 +285,7 @@ class RunFolder:
         if there is not None and there.status != "torn":
             raise _exists(there)
         if there is not None:
-            aside = self._free_name(f".torn-step_{manifest.step}-{int(now)}")
-            logger.warning("moving %s aside to %s: %s", there.path, aside, there.problem)
-            self.storage.rename(there.path, aside)
+            self._move_aside(there, now=now)
         self.storage.rename(temporary, self.step_path(manifest.step))
 
     def _is_ours(self, path: str) -> bool:

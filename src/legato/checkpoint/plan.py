@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from legato.checkpoint.manifest import MANIFEST_NAME, STATE_FOLDER, digest_of
+from legato.checkpoint.manifest import MANIFEST_NAME, STATE_FOLDER, Slice, digest_of
 from legato.checkpoint.parts import Parts, encode_json
 from legato.errors import CheckpointError
 from legato.hf_folder import (
@@ -62,6 +62,23 @@ class Write:
     dtype: torch.dtype
     runs: tuple[Runs, ...]
 
+    @property
+    def offset(self) -> int:
+        """Where its first byte goes."""
+        return self.runs[0].offset
+
+
+def digest_runs(write: Write, data: memoryview) -> list[Slice]:
+    """The slices of one `Write`, as the manifest lists them; ``data`` are all its bytes."""
+    slices = []
+    for runs in write.runs:
+        end = runs.source_offset + runs.num_runs * runs.run_bytes
+        digest = digest_of(data[runs.source_offset : end])
+        slices.append(
+            Slice(runs.offset, runs.run_bytes, digest, runs.num_runs, runs.distance_bytes)
+        )
+    return slices
+
 
 @dataclass(frozen=True)
 class SavePlan:
@@ -69,7 +86,7 @@ class SavePlan:
 
     Attributes:
         files: Every safetensors file of the folder; names are relative to it.
-        writes: File name -> what this rank writes into it; every file is a key.
+        writes: File name -> what this rank writes into it, in ascending order; every file is a key.
         sources: Name -> live tensor, of what this rank reads: what must be staged.
         small_files: Name -> bytes of files that follow from the plan (the index).
         layout_digest: Equal on ranks that plan the same folder.
@@ -152,7 +169,9 @@ def plan_save(
     for files, entries in ((model_files, weights), (state_files, state), (rng_files, rng)):
         shares = _plan_shares(files, entries, rank=rank, world_size=world_size)
         for file in files:
-            writes[file.name] = tuple(write for write, _ in shares[file.name])
+            writes[file.name] = tuple(
+                sorted((write for write, _ in shares[file.name]), key=lambda write: write.offset)
+            )
             sources |= {write.source: tensor for write, tensor in shares[file.name]}
     all_files = (*model_files, *state_files, *rng_files)
     index = {}

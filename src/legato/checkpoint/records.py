@@ -125,10 +125,10 @@ class SaveTimes:
 class PendingSave:
     """A save on its way to the disk.
 
-    Attributes:
+    Args:
         step: Optimizer steps completed.
         reason: Why it is saved.
-        times: Its figures so far.
+        times: Its figures so far; None: it begins now.
     """
 
     def __init__(self, *, step: int, reason: str, times: SaveTimes | None = None) -> None:

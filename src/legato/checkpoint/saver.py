@@ -73,6 +73,7 @@ class Saver:
         control: All ranks, for this thread.
         background: All ranks, for the background thread.
         local_ranks: Processes on this host.
+        in_place: Several ranks may write into one file.
         run_id: This run.
         branch: This branch of it.
         source: The step resumed from; asked for again, it is returned as it is.
@@ -88,6 +89,7 @@ class Saver:
         control: Peers,
         background: Peers,
         local_ranks: int,
+        in_place: bool,
         run_id: str,
         branch: int,
         source: Committed | None,
@@ -99,6 +101,7 @@ class Saver:
         self._control = control
         self._background = background
         self._local_ranks = local_ranks
+        self._in_place = in_place
         self._run_id = run_id
         self._branch = branch
         self._options = options
@@ -274,10 +277,10 @@ class Saver:
 
     def abandon(self) -> None:
         """Finish what is under way without asking the others; alone, retry a failed save once."""
-        self._settle()
+        self._settle(together=False)
         if self._held is not None and self._control.size == 1:
             self._submit(self._held)
-            self._settle()
+            self._settle(together=False)
         if self._held is not None:
             logger.error("step %d could not be saved, and is lost", self._held.step)
             self._held = None
@@ -299,7 +302,7 @@ class Saver:
         """On the background thread: the whole rest of a save."""
         try:
             outcome: Committed | BaseException = write_checkpoint(
-                job, folder=self._folder, peers=self._background
+                job, folder=self._folder, peers=self._background, in_place=self._in_place
             )
         except BaseException as error:  # whatever it is, the training thread has to hear of it
             outcome = error
@@ -318,12 +321,16 @@ class Saver:
                 self._held = None
         self._raise_if_asked()
 
-    def _settle(self) -> None:
-        """Wait for the save in flight and take note of how it ended."""
+    def _settle(self, *, together: bool = True) -> None:
+        """Wait for the save in flight, on all ranks if ``together``; take note of how it ended."""
         if self._in_flight is None:
             return
         job, self._in_flight = self._in_flight, None
         job.pending.wait()
+        if together:
+            # Rank 0 may still be pruning. Whoever is done waits here: a collective of training
+            # would wait with it, and its watchdog doesn't wait for ever.
+            self._control.all_true(True)
         error = job.pending.error
         will_retry = (
             error is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from legato.checkpoint.retention import Keeper, KeepRules
 from legato.checkpoint.saver import SaveOptions, Saver
 from legato.errors import CheckpointError
 from legato.parallel.peers import Peers
+from legato.storage import probe_positioned_writes
+
+logger = logging.getLogger(__name__)
 
 # A rank that hangs (not one that dies) is noticed by this alone.
 BACKGROUND_TIMEOUT_SECONDS = 1800.0
@@ -117,6 +121,7 @@ def open_session(
         control=control,
         background=background,
         local_ranks=hosts.count(socket.gethostname()),
+        in_place=_may_write_in_place(folder, control),
         run_id=opening.run_id,
         branch=opening.branch,
         source=opening.source,
@@ -124,6 +129,26 @@ def open_session(
         clock=clock,
     )
     return Session(opening, control, background, lock, saver)
+
+
+def _may_write_in_place(folder: RunFolder, control: Peers) -> bool:
+    """Collective: whether ranks may write into one file: tried, since some mounts lose it."""
+    if control.size == 1:
+        return True
+    found = probe_positioned_writes(
+        folder.storage,
+        folder.path,
+        rank=control.rank,
+        world_size=control.size,
+        barrier=lambda: control.all_true(True),
+    )
+    agreed = control.all_true(found)
+    if not agreed and folder.storage.positioned_shared_writes and control.is_main:
+        logger.warning(
+            "%s loses what several processes write into one file: each file is written by one "
+            "rank, which the others send their parts to", folder.path,
+        )  # fmt: skip
+    return agreed
 
 
 def _release(control: Peers, background: Peers, lock: OutputDirLock | None) -> None:

@@ -27,6 +27,11 @@ _ALIGNMENT_BYTES = 64
 class Snapshot:
     """The staged values of one save.
 
+    Args:
+        values: Source -> its staged value.
+        staged_bytes: Bytes that were copied.
+        done: A CUDA event that ends the copy; None: it is complete.
+
     Attributes:
         staged_bytes: Bytes that were copied.
         is_copy: Training may go on, and a failed save may be tried again.

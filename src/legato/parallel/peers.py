@@ -104,6 +104,16 @@ class Peers:
         dist.all_reduce(value, op=dist.ReduceOp.MIN, group=self.group)
         return bool(value.item())
 
+    def send(self, data: Tensor, *, to: int) -> None:
+        """Send a uint8 tensor to rank ``to``, which is receiving it; returns when it has it."""
+        dist.send(data.contiguous(), group=self.group, group_dst=to)
+
+    def receive(self, num_bytes: int, *, sender: int) -> Tensor:
+        """Wait for ``num_bytes`` that rank ``sender`` sends."""
+        data = torch.empty(num_bytes, dtype=torch.uint8)
+        dist.recv(data, group=self.group, group_src=sender)
+        return data
+
     def on_main(
         self, decide: Callable[[], Any], *, fallback: type[LegatoError] = LegatoError
     ) -> Any:
