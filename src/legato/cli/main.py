@@ -30,6 +30,7 @@ VERBS: dict[str, str] = {
     "eval": "legato.cli.evaluate:evaluate",
     "merge": "legato.cli.merge:merge",
     "export": "legato.cli.export:app",
+    "push": "legato.cli.push:push",
     "demo": "legato.cli.demo:demo",
 }
 """Verb -> the function or group of verbs behind it, in the order of ``--help``."""

@@ -34,6 +34,7 @@ VERBS = {
     "eval",
     "merge",
     "export gguf",
+    "push",
     "demo",
     "data show",
     "ckpt ls",

@@ -1,0 +1,92 @@
+"""From a run to what is done with it, through the command line."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from legato.cli.main import VERBS
+from tests.helpers import tiny
+from tests.helpers.runs import RECIPES, legato, write_config
+
+FULL, LORA = RECIPES
+PAGE = Path(__file__).parents[2] / "docs" / "after-training.md"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_model(tmp_path_factory.mktemp("base") / "model", merges=[("\u0120", "a")])
+
+
+def train(folder: Path, base: Path, recipe: str, *changes: str) -> Path:
+    config = write_config(folder, model=base, recipe=recipe)
+    assert legato("run", "--config", config, *changes) == 0
+    return folder / "out" / "latest"
+
+
+def ask(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    words = ["--ask", "2 mugs to Oslo", "--max-new-tokens", "12", "--device", "cpu"]
+    assert legato("chat", folder, *words) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("form", ["use_dora", "use_rslora"])
+def test_a_lora_run_is_merged_asked_exported_and_packed_for_the_hub(
+    form: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    latest = train(tmp_path, base, LORA, f"{form}=true", "epochs=2")
+    merged, exported = tmp_path / "merged", tmp_path / "model.gguf"
+    assert legato("merge", latest, "--output-dir", merged) == 0
+    ids = torch.tensor([[1, 2, 3, 200]])
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    reference = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), latest)
+    found = AutoModelForCausalLM.from_pretrained(merged)(input_ids=ids).logits
+    torch.testing.assert_close(found, reference.eval()(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(found, plain(input_ids=ids).logits, atol=1e-3)
+    assert AutoTokenizer.from_pretrained(merged).chat_template == tiny.CHATML
+
+    assert ask(merged, capsys) == ask(latest, capsys)
+    assert legato("export", "gguf", latest, "--output", exported) == 1  # an adapter
+    assert legato("export", "gguf", merged, "--output", exported) == 0
+    assert exported.stat().st_size > 0
+    assert legato("push", merged, "me/mine", "--dry-run") == 0
+
+
+def test_a_full_run_is_a_whole_model(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    latest = train(tmp_path, base, FULL)
+    assert ask(latest, capsys).strip()
+    assert legato("merge", latest, "--output-dir", tmp_path / "merged") == 1
+    assert "is a whole model already, no adapter" in capsys.readouterr().err
+    # The run's own data are prompts as they stand.
+    answers = tmp_path / "answers.jsonl"
+    words = ["--prompts", tmp_path / "orders.jsonl", "--output", answers, "--limit", "3"]
+    assert legato("generate", latest, *words, "--max-new-tokens", "4") == 0
+    rows = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert [row["sample_id"] for row in rows] == [f"orders.jsonl:{i}" for i in (1, 2, 3)]
+
+
+def test_every_command_of_the_page_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        line.split("  #")[0] for line in PAGE.read_text("utf-8").splitlines() if "legato " in line
+    ]
+    commands = [
+        line.partition("legato ")[2] for line in lines if line.startswith(("legato", "cat"))
+    ]
+    assert len(commands) == 11
+    for command in commands:
+        words = shlex.split(command)
+        assert words[0] in VERBS
+        verb = words[:2] if words[0] == "export" else words[:1]
+        assert legato(*verb, "--help") == 0
+        shown = capsys.readouterr().out
+        options = [word for word in words if word.startswith("--")]
+        assert [option for option in options if option not in shown] == []
