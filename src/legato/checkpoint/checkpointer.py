@@ -1,18 +1,6 @@
 """The face of the checkpoint engine: open, restore, save, poll, close.
 
-::
-
-    with Checkpointer("out", save=EverySteps(500), keep=KeepLast(3)) as checkpointer:
-        state = {"model": model, "optimizer": optimizer, "trainer": progress}
-        checkpointer.restore(state)
-        for step in range(progress.step + 1, num_steps + 1):
-            loss = forward_backward(step)
-            checkpointer.wait_staged()      # an update mustn't change what is still being copied
-            optimizer.step()
-            progress.step = step
-            if reason := checkpointer.due(step):
-                checkpointer.save(state, step=step, reason=reason)
-        checkpointer.save(state, step=num_steps, reason="final")
+docs/checkpoints.md shows it in a loop.
 """
 
 from __future__ import annotations
@@ -22,6 +10,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
@@ -29,7 +18,7 @@ import torch.distributed as dist
 
 from legato.checkpoint.lifecycle import RunFolder, find_damage
 from legato.checkpoint.manifest import finite_metrics
-from legato.checkpoint.opening import Launch
+from legato.checkpoint.opening import Launch, locate
 from legato.checkpoint.parts import sort_parts
 from legato.checkpoint.plan import MAX_FILE_BYTES, SavePlan, small_files
 from legato.checkpoint.policy import (
@@ -48,7 +37,7 @@ from legato.checkpoint.saver import SaveOptions
 from legato.checkpoint.session import open_session
 from legato.checkpoint.space import check_space, checkpoint_bytes
 from legato.errors import CheckpointError, CheckpointTornError
-from legato.storage import LocalStorage, Storage, open_storage
+from legato.storage import LocalStorage, Storage
 
 
 class Checkpointer:
@@ -138,9 +127,7 @@ class Checkpointer:
     ) -> None:
         if not re.fullmatch(r"[^/\\\0]+", config_name):
             raise CheckpointError(f"config_name is {config_name!r}, not a plain file name")
-        self._storage, self.output_dir = storage or LocalStorage(), os.fspath(output_dir)
-        if storage is None:
-            self._storage, self.output_dir = _locate(output_dir)
+        self._storage, self.output_dir = locate(output_dir, storage)
         self._folder = RunFolder(self._storage, self.output_dir)
         self._save_policy = save or (EverySteps(500) | OnSignal())
         self._rules = KeepRules(
@@ -161,7 +148,7 @@ class Checkpointer:
         self._clock = clock
         self._session = open_session(
             self._folder,
-            resume=resume if resume is False or resume == "auto" else _locate(resume)[1],
+            resume=resume if resume is False or resume == "auto" else locate(resume)[1],
             start_over=start_over,
             use_lock=storage is None and isinstance(self._storage, LocalStorage),
             lock_wait_seconds=lock_wait_seconds,
@@ -186,10 +173,8 @@ class Checkpointer:
 
     def latest(self) -> Committed | None:
         """The newest complete step of this run; None if there is none."""
-        own = [
-            i for i in self.steps() if i.manifest is not None and i.manifest.run_id == self.run_id
-        ]
-        return own[-1].committed() if own else None
+        complete = [info.committed() for info in self.steps() if info.is_complete]
+        return next((found for found in complete[::-1] if found.run_id == self.run_id), None)
 
     @property
     def in_flight(self) -> int | None:
@@ -206,29 +191,16 @@ class Checkpointer:
         return checkpoint_bytes(sort_parts(state), with_state=not self._options.save_only_model)
 
     def check_space(self, state: Mapping[str, Any], planned_saves: int) -> int | None:
-        """Collective: hold what the run will write against the free space.
-
-        Args:
-            state: What will be saved.
-            planned_saves: How many saves are still to come.
-
-        Returns:
-            The free bytes; None where they can't be known.
-
-        Raises:
-            CheckpointWriteError: Not even one checkpoint fits; ``.needed_bytes``, ``.free_bytes``.
-        """
+        """Collective: hold what that many more saves of ``state`` take against the free space."""
         each_bytes = self.checkpoint_bytes(state)
-        free: int | None = self._control.on_main(
-            lambda: check_space(
-                self._storage,
-                self.output_dir,
-                each_bytes=each_bytes,
-                planned_saves=planned_saves,
-                max_kept=self._rules.keep.max_kept,
-            ),
-            fallback=CheckpointError,
+        check = partial(
+            check_space,
+            self._folder,
+            each_bytes=each_bytes,
+            planned_saves=planned_saves,
+            max_kept=self._rules.keep.max_kept,
         )
+        free: int | None = self._control.on_main(check, fallback=CheckpointError)
         return free
 
     # ---- restoring -------------------------------------------------------------------------
@@ -250,9 +222,8 @@ class Checkpointer:
         if source is None:
             return None
         if self._verify_on_load:
-            damage = self._control.on_main(
-                lambda: find_damage(self._storage, source), fallback=CheckpointError
-            )
+            check = partial(find_damage, self._storage, source)
+            damage = self._control.on_main(check, fallback=CheckpointError)
             if damage:
                 raise CheckpointTornError(
                     f"{damage[0]} ({len(damage)} files). Resume from another step.",
@@ -426,12 +397,3 @@ class Checkpointer:
             self.close()
         else:
             self._close_failing()
-
-
-def _locate(path: str | os.PathLike[str]) -> tuple[Storage, str]:
-    """The storage of a path or URL, and the path in it.
-
-    Links of a disk are resolved, so ``out/latest`` is the step it leads to.
-    """
-    storage, found = open_storage(os.fspath(path))
-    return storage, os.path.realpath(found) if isinstance(storage, LocalStorage) else found

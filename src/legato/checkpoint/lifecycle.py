@@ -24,14 +24,11 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-import xxhash
-
+from legato.checkpoint.digests import wrong_digest, wrong_size
 from legato.checkpoint.manifest import (
     MANIFEST_NAME,
     STATE_FOLDER,
-    FileEntry,
     Manifest,
-    Slice,
     parse_manifest,
 )
 from legato.checkpoint.records import Committed, StepInfo
@@ -44,8 +41,6 @@ PIN_NAME = ".pinned"
 # In a step folder that is being written in place: what isn't complete there is ours to replace.
 BEGUN_NAME = ".begun"
 POINTERS = ("latest", "best")
-
-_READ_BYTES = 64 * 1024**2
 
 _STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 _LEFTOVER = re.compile(
@@ -339,7 +334,7 @@ def inspect(storage: Storage, path: str) -> StepInfo:
         problem = f"{path} holds step {manifest.step}: was it renamed?"
         return StepInfo(step, path, "unknown", problem=problem, pinned=pinned)
     for file_name, entry in manifest.files.items():
-        wrong = _wrong_size(storage, posixpath.join(path, file_name), entry)
+        wrong = wrong_size(storage, posixpath.join(path, file_name), entry)
         if wrong is not None:
             return StepInfo(manifest.step, path, "torn", problem=wrong, pinned=pinned)
     return StepInfo(manifest.step, path, "complete", manifest=manifest, pinned=pinned)
@@ -359,46 +354,12 @@ def find_damage(storage: Storage, committed: Committed) -> list[str]:
     for name, entry in committed.manifest.files.items():
         path = posixpath.join(committed.path, name)
         try:
-            problem = _wrong_size(storage, path, entry) or _wrong_digest(storage, path, entry)
+            problem = wrong_size(storage, path, entry) or wrong_digest(storage, path, entry)
         except (OSError, EOFError) as error:
             problem = f"{path} can't be read: {error}"
         if problem is not None:
             problems.append(problem)
     return problems
-
-
-def _wrong_size(storage: Storage, path: str, entry: FileEntry) -> str | None:
-    found = storage.stat(path)
-    if found is None:
-        return f"{path} is absent"
-    if found.size_bytes != entry.size_bytes:
-        return f"{path} has {found.size_bytes} bytes, not {entry.size_bytes}"
-    return None
-
-
-def _wrong_digest(storage: Storage, path: str, entry: FileEntry) -> str | None:
-    if entry.header_digest is not None:
-        header = Slice(0, entry.header_bytes, entry.header_digest)
-        if _digest_on_disk(storage, path, header) != header.digest:
-            return f"{path}: the header is damaged"
-    for part in entry.slices:
-        if _digest_on_disk(storage, path, part) != part.digest:
-            return f"{path}: the bytes from {part.offset} on are damaged"
-    return None
-
-
-def _digest_on_disk(storage: Storage, path: str, part: Slice) -> str:
-    hasher = xxhash.xxh3_128()
-    buffer = memoryview(bytearray(min(part.run_bytes, _READ_BYTES)))
-    for i in range(part.num_runs):
-        start = part.offset + i * part.distance_bytes
-        end = start + part.run_bytes
-        while start < end:
-            piece = buffer[: end - start]
-            storage.read_into(path, start, piece)
-            hasher.update(piece)
-            start += len(piece)
-    return hasher.hexdigest()
 
 
 def _is_pointer_leftover(path: str) -> bool:

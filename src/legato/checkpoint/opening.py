@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import posixpath
 import uuid
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from legato.errors import (
     CheckpointNotFoundError,
     CheckpointTornError,
 )
-from legato.storage import Storage
+from legato.storage import LocalStorage, Storage, open_storage
 
 logger = logging.getLogger(__name__)
 
@@ -239,3 +240,20 @@ def read_opening(content: Mapping[str, Any], storage: Storage) -> Opening:
     """What rank 0 decided, on any rank: each reads the source's manifest itself."""
     source = find_step(storage, content["source"]) if content["source"] is not None else None
     return Opening(run_id=content["run_id"], branch=content["branch"], source=source)
+
+
+def locate(path: str | os.PathLike[str], storage: Storage | None = None) -> tuple[Storage, str]:
+    """The storage of a path or URL, and the path in it.
+
+    Args:
+        path: A path, or a URL that fsspec knows.
+        storage: Where ``path`` is; None: as it says. Then links of a disk are resolved, so
+            ``out/latest`` is the step it leads to.
+
+    Returns:
+        The storage, and the absolute path.
+    """
+    if storage is not None:
+        return storage, os.fspath(path)
+    storage, found = open_storage(os.fspath(path))
+    return storage, os.path.realpath(found) if isinstance(storage, LocalStorage) else found

@@ -48,6 +48,14 @@ class SaveOptions:
     max_file_bytes: int = MAX_FILE_BYTES
     check_snapshots: bool = False
 
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("staging", ("overlap", "blocking")),
+            ("on_save_error", ("continue", "raise")),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {known}")
+
 
 @dataclass(frozen=True, eq=False)
 class _Prepared:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 
+from legato.checkpoint.lifecycle import RunFolder
 from legato.checkpoint.parts import Parts
 from legato.checkpoint.plan import plan_save
 from legato.errors import CheckpointWriteError
-from legato.storage import Storage
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +30,12 @@ def checkpoint_bytes(parts: Parts, *, with_state: bool) -> int:
 
 
 def check_space(
-    storage: Storage, path: str, *, each_bytes: int, planned_saves: int, max_kept: int | None
+    folder: RunFolder, *, each_bytes: int, planned_saves: int, max_kept: int | None
 ) -> int | None:
     """Hold what a run will write against the free space.
 
     Args:
-        storage: Where the run is.
-        path: Its output_dir.
+        folder: The run's output_dir.
         each_bytes: Bytes of one checkpoint.
         planned_saves: How many saves are still to come.
         max_kept: How many are kept at the same time; None: all.
@@ -47,7 +46,8 @@ def check_space(
     Raises:
         CheckpointWriteError: Not even one fits; ``.path``, ``.needed_bytes``, ``.free_bytes``.
     """
-    free = storage.free_bytes(path)
+    path = folder.path
+    free = folder.storage.free_bytes(path)
     if free is None or planned_saves == 0:
         return free
     kept = planned_saves if max_kept is None else min(planned_saves, max_kept)

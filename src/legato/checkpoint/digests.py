@@ -1,0 +1,46 @@
+"""A file on disk against its entry in the manifest."""
+
+from __future__ import annotations
+
+import xxhash
+
+from legato.checkpoint.manifest import FileEntry, Slice
+from legato.storage import Storage
+
+_READ_BYTES = 64 * 1024**2
+
+
+def wrong_size(storage: Storage, path: str, entry: FileEntry) -> str | None:
+    """What is wrong with the size of a file; None: nothing is."""
+    found = storage.stat(path)
+    if found is None:
+        return f"{path} is absent"
+    if found.size_bytes != entry.size_bytes:
+        return f"{path} has {found.size_bytes} bytes, not {entry.size_bytes}"
+    return None
+
+
+def wrong_digest(storage: Storage, path: str, entry: FileEntry) -> str | None:
+    """What is wrong with the bytes of a file, all of them read; None: nothing is."""
+    if entry.header_digest is not None:
+        header = Slice(0, entry.header_bytes, entry.header_digest)
+        if _digest_on_disk(storage, path, header) != header.digest:
+            return f"{path}: the header is damaged"
+    for part in entry.slices:
+        if _digest_on_disk(storage, path, part) != part.digest:
+            return f"{path}: the bytes from {part.offset} on are damaged"
+    return None
+
+
+def _digest_on_disk(storage: Storage, path: str, part: Slice) -> str:
+    hasher = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(min(part.run_bytes, _READ_BYTES)))
+    for i in range(part.num_runs):
+        start = part.offset + i * part.distance_bytes
+        end = start + part.run_bytes
+        while start < end:
+            piece = buffer[: end - start]
+            storage.read_into(path, start, piece)
+            hasher.update(piece)
+            start += len(piece)
+    return hasher.hexdigest()
