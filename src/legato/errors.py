@@ -100,7 +100,7 @@ class CheckpointExistsError(CheckpointError, FileExistsError):
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):
-    """Keys, shapes or dtypes in a checkpoint differ from what the run needs; ``.path``, ``.key``."""
+    """Keys, shapes or dtypes in a checkpoint aren't what the run needs; ``.path``, ``.key``."""
 
 
 class CheckpointTornError(CheckpointError):
@@ -134,7 +134,7 @@ class RunFailedError(WorldError):
 
 
 class ResumeError(LegatoError, ValueError):
-    """The config differs from the resumed run's in a field that a run can't change; ``.changes``."""
+    """The config changed in a field that a resumed run can't change; ``.changes``."""
 
     exit_code = 2
 
