@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 def round_stochastically(values: Tensor) -> Tensor:
@@ -101,20 +102,23 @@ class StochasticAdamW(torch.optim.Optimizer):
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         assert parameter.grad is not None
-        gradient = parameter.grad.float()
+        gradient = _own_part(parameter.grad).float()
+        weight = _own_part(parameter)
+        exp_avg, exp_avg_sq = _own_part(state["exp_avg"]), _own_part(state["exp_avg_sq"])
         beta1, beta2 = group["betas"]
         state["step"] += 1
         num_updates = state["step"].item()
 
-        first = state["exp_avg"].float().lerp(gradient, 1 - beta1)
-        second = state["exp_avg_sq"].float().mul(beta2).addcmul(gradient, gradient, value=1 - beta2)
+        first = exp_avg.float().lerp(gradient, 1 - beta1)
+        second = exp_avg_sq.float().mul(beta2).addcmul(gradient, gradient, value=1 - beta2)
         spread = second.sqrt().div_((1 - beta2**num_updates) ** 0.5).add_(group["eps"])
-        updated = parameter.float().mul(1 - group["lr"] * group["weight_decay"])
+        updated = weight.float().mul(1 - group["lr"] * group["weight_decay"])
         updated.addcdiv_(first, spread, value=-group["lr"] / (1 - beta1**num_updates))
 
-        for target, value in (
-            (parameter, updated),
-            (state["exp_avg"], first),
-            (state["exp_avg_sq"], second),
-        ):
+        for target, value in ((weight, updated), (exp_avg, first), (exp_avg_sq, second)):
             target.copy_(value if target.dtype is torch.float32 else round_stochastically(value))
+
+
+def _own_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, as a view: an update is made element by element."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -43,6 +43,7 @@ def start_facts(
         model=config.model,
         num_parameters=parts.num_parameters,
         num_trainable_parameters=parts.num_trainable_parameters,
+        bytes_read=parts.bytes_read,
         dtype=config.dtype,
         master_weights=config.master_weights,
         device=world.device.type,

@@ -18,6 +18,7 @@ class StartFacts:
         model: Hub id or folder of the base model.
         num_parameters: Parameters of the model, tied ones once.
         num_trainable_parameters: Those that the optimizer changes.
+        bytes_read: Bytes of weights that this rank read, of a model that ranks share; None: all.
         dtype: Compute and file dtype, as in the config.
         master_weights: ``fp32`` or ``none``.
         device: Device type as torch names it, such as ``cuda``.
@@ -48,6 +49,7 @@ class StartFacts:
     model: str
     num_parameters: int
     num_trainable_parameters: int
+    bytes_read: int | None = None
     dtype: str
     master_weights: str
     device: str
@@ -132,11 +134,14 @@ def _three_figures(value: float) -> str:
 
 
 def _parameters(facts: StartFacts) -> str:
+    read = ""
+    if facts.bytes_read is not None:
+        read = f"; this rank read its part, {human_bytes(facts.bytes_read)}"
     if facts.num_trainable_parameters == facts.num_parameters:
-        return f"{human_count(facts.num_parameters)}, all trained"
+        return f"{human_count(facts.num_parameters)}, all trained{read}"
     share = 100 * facts.num_trainable_parameters / facts.num_parameters
     trained = human_count(facts.num_trainable_parameters)
-    return f"{human_count(facts.num_parameters)}, {trained} of them trained ({share:.2g} %)"
+    return f"{human_count(facts.num_parameters)}, {trained} of them trained ({share:.2g} %){read}"
 
 
 def _precision(facts: StartFacts) -> str:
