@@ -2,30 +2,30 @@
 
 ::
 
-    LegatoError                      exit code 1
-      UsageError                     exit code 2   the command line
-      ConfigError        (ValueError)exit code 2   keys, values, combinations: all of them at once
-      DataError          (ValueError)              a file, a row, a template
-      ModelError         (ValueError)              a model folder
-        ModelNotFoundError (FileNotFoundError)     nothing there, or no weights
-        UnsupportedModelError                      a family whose file keys aren't the model's
-      FolderFormatError  (ValueError)              a safetensors header, index or manifest that can't be trusted
+    LegatoError (exit code 1)
+      UsageError (2)                             the command line
+      ConfigError, ValueError (2)                keys, values, combinations: all at once
+      ResumeError, ValueError (2)                a change that a resumed run can't follow
+      DataError, ValueError                      a file, a row, a template
+      ModelError, ValueError                     a model folder
+        ModelNotFoundError, FileNotFoundError    nothing there, or no weights
+        UnsupportedModelError                    its file keys aren't the model's
+      FolderFormatError, ValueError              a header, index or manifest not to be trusted
       CheckpointError
-        CheckpointNotFoundError (FileNotFoundError)
-        CheckpointExistsError   (FileExistsError)  a step in the way, written by another branch
-        CheckpointMismatchError (ValueError)       keys, shapes or dtypes differ from the model's
-        CheckpointTornError                        a folder without a valid manifest, or with missing bytes
-        CheckpointWriteError (OSError) exit code 3 a save failed
-        OutputDirLockedError                       another run is using this output_dir
-        RankDisagreementError                      ranks passed different steps or layouts
-      WorldError         (RuntimeError)            processes can't meet, or don't fit together
-        PeerLostError                              another process of the run has gone
-        RunFailedError                             a launched run failed: which rank did first
-      ResumeError        (ValueError)  exit code 2 the config changed in a way that a resumed run can't follow
-      CompileError       (RuntimeError)            a compiled block met too many forms of batches
-      NonFiniteError     (ArithmeticError)         a loss or a gradient that isn't finite
-      MissingDependencyError (ImportError)         an optional package isn't installed
-    StopRequested (not a LegatoError)              a signal asked for it: exit code 130 or 143 after a save
+        CheckpointNotFoundError, FileNotFoundError
+        CheckpointExistsError, FileExistsError   steps of another branch are in the way
+        CheckpointMismatchError, ValueError      keys, shapes or dtypes aren't the model's
+        CheckpointTornError                      no valid manifest, or missing bytes
+        CheckpointWriteError, OSError (3)        a save failed
+        OutputDirLockedError                     another run is using this output_dir
+        RankDisagreementError                    ranks passed different steps or layouts
+      WorldError, RuntimeError                   processes can't meet, or don't fit together
+        PeerLostError                            another process of the run has gone
+        RunFailedError                           a launched run failed: which rank did first
+      CompileError, RuntimeError                 a compiled block met too many forms of batches
+      NonFiniteError, ArithmeticError            a loss or a gradient that isn't finite
+      MissingDependencyError, ImportError        an optional package isn't installed
+    StopRequested (130 or 143)                   not a LegatoError: a signal asked for it
 
 A message says where, what was expected, what was found, and what to do; the facts are attributes.
 """
@@ -36,7 +36,7 @@ from typing import Any, ClassVar
 
 
 class LegatoError(Exception):
-    """Base of every error that Legato raises on purpose. ``exit_code`` is what the command ends with."""
+    """Base of every error that Legato raises on purpose; ``exit_code`` ends the command."""
 
     exit_code: ClassVar[int] = 1
 

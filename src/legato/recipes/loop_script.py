@@ -15,7 +15,7 @@ from legato.parallel.world import World
 from legato.recipes.data import build_run_data
 from legato.recipes.parts import build_parts
 from legato.recipes.plan import plan_global_batch, plan_total_steps, rate_of
-from legato.recipes.run import open_checkpointer
+from legato.recipes.runs import open_checkpointer
 from legato.train.state import TrainState
 from legato.train.step import train_step
 
