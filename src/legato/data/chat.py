@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import functools
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -31,6 +32,7 @@ MARKS_DIFFER = (
 )
 SPLIT_OFF = "turns that became samples of their own, because "
 
+Tools = Sequence[dict[str, Any]]
 Encoded = tuple[PlannedText, list[int], list[tuple[int, int]]]
 Made = TypeVar("Made")
 
@@ -164,8 +166,20 @@ class ChatFormatter:
         for number, message in enumerate(example.messages, start=1):
             self._refuse_control_tokens(message.content, f"message {number}")
             self._refuse_control_tokens(message.reasoning or "", f"message {number}")
+            for call in message.tool_calls:
+                self._refuse_control_tokens(json.dumps(call.for_template()), f"message {number}")
+        for tool in example.tools:
+            self._refuse_control_tokens(json.dumps(tool), "tools")
         trained = [i for i, message in enumerate(example.messages) if self._is_trained(message)]
-        texts = plan_texts(example.messages, trained=trained, render=self._render)
+        render = functools.partial(self._render, tools=example.tools)
+        texts = plan_texts(example.messages, trained=trained, render=render)
+        for tool in example.tools:
+            name = tool["function"]["name"]
+            if not all(name in text.text for text in texts):
+                raise TemplateProblem(
+                    f"the row offers the tool {name}, and the template doesn't write it. Use a "
+                    "template that knows tools, as chat_template: chatml does"
+                )
         split = next((text.split for text in texts if text.split), None)
         if self._train_on_inputs and split:
             raise TemplateProblem(
@@ -173,7 +187,7 @@ class ChatFormatter:
                 f"would be trained several times, because {split}"
             )
         if self._has_marks and texts[0].split is None:
-            marks = self._marks(example.messages)
+            marks = self._marks(example.messages, tools=example.tools)
             for span in texts[0].spans:
                 if span.has_stop and not any(a <= span.end <= b for a, b in marks):
                     tally.add(MARKS_DIFFER, example.sample_id)
@@ -194,20 +208,25 @@ class ChatFormatter:
                 "Remove it, or set special_tokens_in_text: allow"
             )
 
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        return self._render_with_marks(messages, add_generation_prompt=add_generation_prompt)[0]
+    def _render(
+        self, messages: Sequence[Message], add_generation_prompt: bool, *, tools: Tools = ()
+    ) -> str:
+        return self._render_with_marks(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt
+        )[0]
 
-    def _marks(self, messages: Sequence[Message]) -> list[tuple[int, int]]:
+    def _marks(self, messages: Sequence[Message], *, tools: Tools) -> list[tuple[int, int]]:
         """What the template's ``{% generation %}`` says that the model produces, in characters."""
-        return self._render_with_marks(messages, return_assistant_tokens_mask=True)[1]
+        return self._render_with_marks(messages, tools=tools, return_assistant_tokens_mask=True)[1]
 
     def _render_with_marks(
-        self, messages: Sequence[Message], **options: bool
+        self, messages: Sequence[Message], *, tools: Tools = (), **options: bool
     ) -> tuple[str, list[tuple[int, int]]]:
         try:
             texts, marks = render_jinja_template(
                 [[message.for_template() for message in messages]],
                 chat_template=self._rendered_template,
+                tools=list(tools) or None,
                 **options,
                 **self._variables,
             )
@@ -247,7 +266,8 @@ class ChatFormatter:
         starts, ends = token_bounds(offsets, len(planned.text))
         trained = np.zeros(len(ids) + 1, dtype=np.bool_)  # the last is for a stop to be appended
         for span in planned.spans:
-            if not example.messages[span.message].content.strip():
+            message = example.messages[span.message]
+            if not message.content.strip() and not message.tool_calls:
                 tally.add(EMPTY, sample_id)
             first = int(np.searchsorted(ends, span.start, side="right"))
             if first < len(ids) and starts[first] < span.start < span.end:

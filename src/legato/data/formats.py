@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from legato.data.sources import Row
+from legato.data.tools import ToolCall, read_calls, read_tools
 from legato.errors import DataError
 
 
@@ -37,23 +38,27 @@ class Message:
     """One turn of a conversation.
 
     Attributes:
-        role: system, user or assistant.
-        content: Its text.
+        role: system, user, assistant, or tool for what a tool returned.
+        content: Its text; may be empty beside calls of tools.
         is_trained: What the row itself says (a weight); None: by role.
         reasoning: The thinking before the answer, where the row keeps it apart.
+        tool_calls: Tools that the assistant calls in this turn.
     """
 
     role: str
     content: str
     is_trained: bool | None = None
     reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
 
-    def for_template(self) -> dict[str, str]:
+    def for_template(self) -> dict[str, Any]:
         """As chat templates expect it."""
-        message = {"role": self.role, "content": self.content}
-        return (
-            message if self.reasoning is None else message | {"reasoning_content": self.reasoning}
-        )
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.reasoning is not None:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return message
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,7 @@ class Example:
     where: str
     messages: tuple[Message, ...] = ()
     text: str | None = None
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +87,7 @@ class Format:
     convert: Callable[[Mapping[str, Any]], tuple[Message, ...] | str]
 
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
 SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -93,8 +99,11 @@ SHAREGPT_ROLES = {
     "model": "assistant",
     "bot": "assistant",
     "system": "system",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool": "tool",
 }
-TOOL_ROLES = ("tool", "function", "function_call", "observation", "function_response", "ipython")
+CALL_ROLES = ("function_call", "tool_call")
 
 
 def detect_format(columns: Mapping[str, Any], *, where: str) -> tuple[str, dict[str, str]]:
@@ -200,8 +209,9 @@ def convert_row(row: Row, name: str, mapping: Mapping[str, str]) -> Example:
                 path=row.where,
             )
     try:
-        if row.columns.get("tools") not in (None, "", "[]", "null", []):
-            raise ValueError("tools: tool calls aren't in this version")
+        tools = read_tools(values.pop("tools", None))
+        if "tools" not in shape.optional and read_tools(row.columns.get("tools")):
+            raise ValueError(f"tools: a {name} row can't call them; messages and sharegpt rows can")
         made = shape.convert(values)
         texts = [made] if isinstance(made, str) else [m.content + (m.reasoning or "") for m in made]
         for text in texts:
@@ -210,7 +220,7 @@ def convert_row(row: Row, name: str, mapping: Mapping[str, str]) -> Example:
         raise DataError(f"{row.where}: {error}", path=row.where) from None
     if isinstance(made, str):
         return Example(row.sample_id, row.where, text=made)
-    return Example(row.sample_id, row.where, messages=made)
+    return Example(row.sample_id, row.where, messages=made, tools=tools)
 
 
 def _check_encodable(text: str) -> None:
@@ -272,11 +282,14 @@ def _message(turn: object, number: int, *, trained: bool | None = None) -> Messa
             f"{where} is of type {type(turn).__name__}, not an object with role and content"
         )
     role = turn.get("role")
-    if role in TOOL_ROLES or turn.get("tool_calls"):
-        raise ValueError(f"{where}: tool calls aren't in this version")
     if role not in ROLES:
         raise ValueError(f"{where}: unknown role {role!r}. Known: {', '.join(ROLES)}")
     content = turn.get("content")
+    calls = read_calls(turn["tool_calls"], where) if turn.get("tool_calls") else ()
+    if calls and role != "assistant":
+        raise ValueError(f"{where}: only the assistant calls tools, this is a message of {role}")
+    if calls and content is None:
+        content = ""
     if isinstance(content, list):
         content = "".join(_part(part, where) for part in content)
     reasoning = next(
@@ -292,6 +305,7 @@ def _message(turn: object, number: int, *, trained: bool | None = None) -> Messa
         content=_text(content, f"{where}: content"),
         is_trained=trained if not weights else bool(weights[0]),
         reasoning=None if reasoning is None else _text(reasoning, f"{where}: reasoning"),
+        tool_calls=calls,
     )
 
 
@@ -313,17 +327,18 @@ def _sharegpt(values: Mapping[str, Any]) -> tuple[Message, ...]:
         if not isinstance(turn, dict) or "from" not in turn:
             raise ValueError(f"conversations: turn {number} isn't an object with from and value")
         sender = turn["from"]
-        if sender in TOOL_ROLES:
-            raise ValueError(
-                f"conversations: turn {number}: tool calls ({sender}) aren't in this version"
-            )
-        if sender not in SHAREGPT_ROLES:
+        message = {key: turn[key] for key in ("weight", "loss_weight") if key in turn}
+        if sender in CALL_ROLES:
+            message |= {"role": "assistant", "tool_calls": turn.get("value")}
+            if not turn.get("value"):
+                raise ValueError(f"conversations: turn {number}: an empty {sender}")
+        elif sender in SHAREGPT_ROLES:
+            message |= {"role": SHAREGPT_ROLES[sender], "content": turn.get("value")}
+        else:
             raise ValueError(
                 f"conversations: turn {number}: unknown role {sender!r}. Known: "
-                f"{', '.join(SHAREGPT_ROLES)}"
+                f"{', '.join([*SHAREGPT_ROLES, *CALL_ROLES])}"
             )
-        named = {key: turn[key] for key in ("weight", "loss_weight") if key in turn}
-        message = {"role": SHAREGPT_ROLES[sender], "content": turn.get("value"), **named}
         messages.append(_message(message, number))
     return tuple(messages)
 
@@ -349,8 +364,8 @@ def _listed(columns: Mapping[str, Any]) -> str:
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {
         "alpaca": Format(("instruction", "output"), ("input", "system", "history"), _alpaca),
-        "messages": Format(("messages",), (), _messages),
-        "sharegpt": Format(("conversations",), ("system",), _sharegpt),
+        "messages": Format(("messages",), ("tools",), _messages),
+        "sharegpt": Format(("conversations",), ("system", "tools"), _sharegpt),
         "prompt_completion": Format(("prompt", "completion"), ("system",), _prompt_completion),
         "text": Format(("text",), (), lambda values: _text(values["text"], "text")),
     }

@@ -86,6 +86,9 @@ def plan_texts(
         TemplateProblem: The template drops, repeats or changes a turn.
     """
     joint = render(messages, False)
+    for i, message in enumerate(messages):
+        if message.role == "tool":  # what a tool returned must be read, trained or not
+            _around(messages, i, render)
     spans: list[Span] = []
     alone: list[PlannedText] = []
     for i in trained:
@@ -125,7 +128,7 @@ def _around(messages: Sequence[Message], i: int, render: Render) -> tuple[str, s
     found = []
     for probe in PROBES:
         parts = render(
-            [*messages[:i], replace(messages[i], content=probe), *messages[i + 1 :]], False
+            [*messages[:i], _saying(messages[i], probe), *messages[i + 1 :]], False
         ).split(probe)
         if len(parts) != 2:
             did = "leaves out" if len(parts) == 1 else "repeats"
@@ -138,6 +141,11 @@ def _around(messages: Sequence[Message], i: int, render: Render) -> tuple[str, s
     return found[0]
 
 
+def _saying(message: Message, text: str) -> Message:
+    """The message with other words, which stand where its calls of tools stood as well."""
+    return replace(message, content=text, tool_calls=())
+
+
 def _pieces(message: Message) -> list[str]:
     """What must be in the rendered turn; in pieces, as templates move thinking about."""
     pieces = [message.reasoning or "", *THINK_TAGS.split(message.content)]
@@ -145,6 +153,9 @@ def _pieces(message: Message) -> list[str]:
 
 
 def _holds(body: str, message: Message) -> bool:
+    # Templates write calls in many ways; names are in all of them.
+    if not all(word in body for call in message.tool_calls for word in call.words()):
+        return False
     position = 0
     for piece in _pieces(message):
         found = body.find(piece, position)
@@ -180,6 +191,11 @@ def _text_of_turn(
     as_rendered = text.startswith(before) and text.endswith(after) and _holds(rendered, messages[i])
     content = _after_opened_thought(prompt, messages[i].content)
     body = _lead(prompt, before, messages[:i]) + (rendered if as_rendered else content)
+    if messages[i].tool_calls and not _holds(body, messages[i]):
+        raise TemplateProblem(
+            f"message {i + 1} calls a tool, and the template doesn't write the call where the "
+            "answer is. Use a template that knows tools, as chat_template: chatml does"
+        )
     if not _holds(body, messages[i]):
         raise TemplateProblem(
             f"message {i + 1} has reasoning_content, and the template never writes it. "

@@ -154,7 +154,22 @@ def test_a_prompt_of_messages_is_not_trained_even_where_it_holds_answers() -> No
         (
             "messages",
             {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
-            "tool calls aren't in this version",
+            "message 1: a tool call isn't an object with a name",
+        ),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": "a", "tool_calls": [{"name": "f"}]}]},
+            "message 1: only the assistant calls tools, this is a message of user",
+        ),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": "a"}], "tools": "[{"},
+            "tools isn't valid JSON: Expecting property name",
+        ),
+        (
+            "alpaca",
+            {"instruction": "a", "output": "b", "tools": [{"name": "f"}]},
+            "tools: a alpaca row can't call them; messages and sharegpt rows can",
         ),
         (
             "messages",
@@ -163,8 +178,8 @@ def test_a_prompt_of_messages_is_not_trained_even_where_it_holds_answers() -> No
         ),
         (
             "sharegpt",
-            {"conversations": [{"from": "function_call", "value": "{}"}]},
-            "tool calls (function_call) aren't in this version",
+            {"conversations": [{"from": "function_call", "value": "{"}]},
+            "message 1: tool call isn't valid JSON",
         ),
         (
             "sharegpt",
@@ -172,7 +187,11 @@ def test_a_prompt_of_messages_is_not_trained_even_where_it_holds_answers() -> No
             "turn 1: unknown role 'alien'. Known: human",
         ),
         ("sharegpt", {"conversations": [{"value": "a"}]}, "turn 1 isn't an object with from"),
-        ("sharegpt", {"conversations": [], "tools": "[{}]"}, "tool calls aren't in this version"),
+        (
+            "sharegpt",
+            {"conversations": [], "tools": "[{}]"},
+            "tools: entry 1 isn't an object with a name",
+        ),
         ("prompt_completion", {"prompt": "a", "completion": None}, "completion is null"),
         ("text", {"text": 3}, "text is of type int; expected text"),
         ("text", {"text": "ab\ud83d"}, "half of a surrogate pair ('\\ud83d') at position 3"),
@@ -237,10 +256,17 @@ def test_the_formats_are_those_of_the_config() -> None:
     assert set(FORMATS) == {c for each in schema["anyOf"] for c in each.get("enum", [])}
 
 
-def test_real_sharegpt_rows_without_tools_convert(shared_data: Path) -> None:
+def test_real_sharegpt_rows_convert(shared_data: Path) -> None:
     rows = json.loads((shared_data / "glaive_toolcall_en_demo.json").read_text("utf-8"))
-    without = [row for row in rows if row["tools"] == "[]"]
-    assert len(without) == 109
-    for row in without:
+    calls = 0
+    for row in rows:
         made = convert_row(Row("a:1", "a:1", row), "sharegpt", {})
-        assert [m.content for m in made.messages] == [t["value"] for t in row["conversations"]]
+        assert [tool["function"] for tool in made.tools] == json.loads(row["tools"])
+        for message, turn in zip(made.messages, row["conversations"], strict=True):
+            if turn["from"] == "function_call":
+                (call,) = message.tool_calls
+                assert {"name": call.name, "arguments": call.arguments} == json.loads(turn["value"])
+                calls += 1
+            else:
+                assert message.content == turn["value"]
+    assert calls == 211

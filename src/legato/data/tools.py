@@ -1,0 +1,96 @@
+"""Tools and calls of tools, from the forms that data sets have to the one that templates take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A tool that the assistant calls.
+
+    Attributes:
+        name: The tool's.
+        arguments: By name, JSON values.
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it."""
+        return {
+            "type": "function",
+            "function": {"name": self.name, "arguments": dict(self.arguments)},
+        }
+
+    def words(self) -> Iterator[str]:
+        """What every way of writing the call holds."""
+        yield self.name
+        yield from self.arguments
+
+
+def read_tools(value: object) -> tuple[dict[str, Any], ...]:
+    """The tools that a row offers.
+
+    Args:
+        value: A list of schemas, or one as JSON text; each as it is or inside of ``function``.
+
+    Returns:
+        Schemas as chat templates expect them: ``{"type": "function", "function": {...}}``.
+
+    Raises:
+        ValueError: It isn't that; says what is wrong.
+    """
+    tools = _parsed(value, "tools") if isinstance(value, str) and value.strip() else value
+    if not tools:
+        return ()
+    if not isinstance(tools, list):
+        raise ValueError(f"tools: expected a list of tools, found {type(tools).__name__}")
+    made = []
+    for number, tool in enumerate(tools, start=1):
+        schema = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(schema, dict) or not isinstance(schema.get("name"), str):
+            raise ValueError(f"tools: entry {number} isn't an object with a name")
+        made.append({"type": "function", "function": schema})
+    return tuple(made)
+
+
+def read_calls(value: object, where: str) -> tuple[ToolCall, ...]:
+    """The calls of one turn.
+
+    Args:
+        value: One call or a list of them, or that as JSON text; each with a name and arguments (an
+            object, or one as JSON text), as it is or inside of ``function``.
+        where: The turn, for the message.
+
+    Returns:
+        The calls, in order.
+
+    Raises:
+        ValueError: It isn't that; says what is wrong.
+    """
+    parsed = _parsed(value, f"{where}: tool call") if isinstance(value, str) else value
+    calls: Sequence[object] = parsed if isinstance(parsed, list) else [parsed]
+    made = []
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f"{where}: a tool call isn't an object with a name")
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            arguments = _parsed(arguments, f"{where}: arguments of {function['name']}")
+        if not isinstance(arguments, dict):
+            raise ValueError(f"{where}: arguments of {function['name']}: expected an object")
+        made.append(ToolCall(function["name"], arguments))
+    return tuple(made)
+
+
+def _parsed(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{what} isn't valid JSON: {error.msg} at column {error.colno}") from None

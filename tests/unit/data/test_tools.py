@@ -1,0 +1,181 @@
+"""Tool calls: read from every form, written by templates that know them, refused by the others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from legato.data import ChatFormatter, DatasetSpec, Sample, build_data, marked_sample
+from legato.data.tools import ToolCall, read_calls, read_tools
+from legato.errors import DataError
+from tests.helpers import tiny
+from tests.helpers.runs import legato, losses, write_config
+
+TOOL = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {}}}}
+ROW = {
+    "conversations": [
+        {"from": "system", "value": "Be brief."},
+        {"from": "human", "value": "Rain in Oslo?"},
+        {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Oslo"}}'},
+        {"from": "observation", "value": '{"rain": true}'},
+        {"from": "gpt", "value": "Yes."},
+    ],
+    "tools": json.dumps([TOOL]),
+}
+# As OpenAI's interface and most data on the hub have it.
+SAME_AS_MESSAGES = {
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Rain in Oslo?"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {
+                    "id": "call_1",
+                    "type": "function",
+                    "function": {"name": "weather", "arguments": '{"city": "Oslo"}'},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": '{"rain": true}'},
+        {"role": "assistant", "content": "Yes."},
+    ],
+    "tools": [{"type": "function", "function": TOOL}],
+}
+# In the manner of Llama 3.1: calls as bare JSON under "parameters", results in a role of their own.
+LLAMA_LIKE = (
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>"
+    "{% endif %}{% for m in messages %}"
+    "<|im_start|>{{ 'ipython' if m.role == 'tool' else m.role }}\n"
+    "{% if m.tool_calls %}{% set f = m.tool_calls[0].function %}"
+    '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}'
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def samples_of(tmp_path: Path, row: dict[str, Any], **options: Any) -> list[Sample]:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    template = options.pop("chat_template", tiny.CHATML)
+    formatter = ChatFormatter(tiny.build_tokenizer(template), **options)
+    spec = DatasetSpec(str(tmp_path / "rows.jsonl"))
+    data = build_data([spec], formatter=formatter, max_seq_len=4096)
+    return [data[i] for i in range(len(data))]
+
+
+def marked(sample: Sample) -> str:
+    return marked_sample(sample, tiny.build_tokenizer(), brackets=True).plain
+
+
+@pytest.mark.parametrize("row", [ROW, SAME_AS_MESSAGES], ids=["sharegpt", "messages"])
+def test_a_call_is_trained_through_its_stop_and_its_result_is_not(
+    tmp_path: Path, row: dict[str, Any]
+) -> None:
+    (sample,) = samples_of(tmp_path, row, template="chatml")
+    text = marked(sample)
+    schema = json.dumps({"type": "function", "function": TOOL})
+    assert text.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n")
+    assert f"<tools>\n{schema}\n</tools>" in text
+    assert text[text.index("<|im_start|>user") :] == (
+        "<|im_start|>user\nRain in Oslo?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+        '[[<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+        '<|im_end|>]]\n<|im_start|>user\n<tool_response>\n{"rain": true}\n</tool_response>'
+        "<|im_end|>\n<|im_start|>assistant\n[[Yes.<|im_end|>]]"
+    )
+
+
+def test_another_template_writes_calls_its_own_way(tmp_path: Path) -> None:
+    (sample,) = samples_of(tmp_path, ROW, chat_template=LLAMA_LIKE)
+    text = marked(sample)
+    assert text[text.index("<|im_start|>user") :] == (
+        "<|im_start|>user\nRain in Oslo?<|im_end|><|im_start|>assistant\n"
+        '[[{"name": "weather", "parameters": {"city": "Oslo"}}<|im_end|>]]'
+        '<|im_start|>ipython\n{"rain": true}<|im_end|><|im_start|>assistant\n[[Yes.<|im_end|>]]'
+    )
+
+
+def test_words_beside_a_call_are_trained_with_it(tmp_path: Path) -> None:
+    row = json.loads(json.dumps(SAME_AS_MESSAGES))
+    row["messages"][2]["content"] = "I look."
+    (sample,) = samples_of(tmp_path, row, template="chatml")
+    assert "[[I look.\n<tool_call>\n" in marked(sample)
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "message"),
+    [
+        (tiny.CHATML, ROW, "message 3 calls a tool, and the template doesn't write the call"),
+        (
+            tiny.CHATML,
+            {"conversations": ROW["conversations"][1:2] + ROW["conversations"][4:]}
+            | {"tools": ROW["tools"]},
+            "the row offers the tool weather, and the template doesn't write it",
+        ),
+        (
+            LLAMA_LIKE.replace(
+                "{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}"
+            ),
+            ROW,
+            "the template leaves out message 4 (tool)",
+        ),
+    ],
+    ids=["call", "offer", "result"],
+)
+def test_a_template_that_does_not_know_tools_is_refused_with_the_row(
+    tmp_path: Path, template: str, row: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DataError) as caught:
+        samples_of(tmp_path, row, chat_template=template)
+    assert "rows.jsonl:1: " in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_a_control_token_in_an_argument_is_refused(tmp_path: Path) -> None:
+    row = json.loads(json.dumps(ROW).replace("Oslo", "<|im_end|>"))
+    row["conversations"][1]["value"] = "Rain?"
+    with pytest.raises(DataError, match=r"message 3 holds the control token '<\|im_end\|>'"):
+        samples_of(tmp_path, row, template="chatml")
+
+
+def test_calls_and_tools_are_read_from_every_form() -> None:
+    call = ToolCall("f", {"a": 1})
+    for value in (
+        '{"name": "f", "arguments": {"a": 1}}',
+        '[{"name": "f", "arguments": "{\\"a\\": 1}"}]',
+        [{"function": {"name": "f", "arguments": {"a": 1}}}],
+    ):
+        assert read_calls(value, "turn 1") == (call,)
+    for value in (
+        '[{"name": "f"}]',
+        [{"name": "f"}],
+        [{"type": "function", "function": {"name": "f"}}],
+    ):
+        assert read_tools(value) == ({"type": "function", "function": {"name": "f"}},)
+    for nothing in (None, "", "[]", "null", []):
+        assert read_tools(nothing) == ()
+
+
+def test_the_real_data_set_trains_through_the_command_line(
+    tmp_path: Path, shared_data: Path
+) -> None:
+    rows = json.loads((shared_data / "glaive_toolcall_en_demo.json").read_text("utf-8"))
+    (tmp_path / "glaive.json").write_text(
+        json.dumps([row for row in rows if row["tools"] != "[]"][:6])
+    )
+    model = tiny.write_model(tmp_path / "model", max_position_embeddings=8192)
+    config = write_config(
+        tmp_path,
+        model=model,
+        recipe="full_finetune_single_device",
+        datasets=[{"path": str(tmp_path / "glaive.json")}],
+        chat_template="chatml",
+        max_seq_len=8192,
+        max_steps=1,
+    )
+    assert legato("run", "--config", config) == 0
+    assert set(losses(tmp_path / "out")) == {1}
