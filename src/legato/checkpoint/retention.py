@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from legato.checkpoint.lifecycle import RunFolder
+from legato.checkpoint.lifecycle import RunFolder, inspect
 from legato.checkpoint.policy import KeepBest, KeepPolicy, Metrics, find_best_rule
 from legato.checkpoint.records import Committed, StepInfo
 
@@ -130,19 +130,21 @@ class Keeper:
         self._rules = rules
         self._resumed_from = resumed_from
         self._clock = clock
-        # The run's own steps: earlier branches' too, they count for "best" but never go.
-        self._run = {
-            info.step: info.committed()
-            for info in steps
-            if info.manifest is not None and info.manifest.run_id == run_id
-        }
-        self._own = {step for step, found in self._run.items() if found.branch == branch}
+        # The run's own steps: earlier branches' too, they count for "best" but never go. Of each
+        # only what decides is kept: a manifest may be megabytes.
+        own = [i.manifest for i in steps if i.manifest is not None and i.manifest.run_id == run_id]
+        self._metrics: dict[int, Metrics] = {manifest.step: manifest.metrics for manifest in own}
+        self._own = {manifest.step for manifest in own if manifest.branch == branch}
+        self._with_state = {manifest.step for manifest in own if manifest.has_state}
 
     def committed(self, committed: Committed) -> None:
         """A step was committed: set the links, prune."""
-        self._run[committed.step] = committed
+        self._metrics[committed.step] = committed.manifest.metrics
         self._own.add(committed.step)
+        if committed.manifest.has_state:
+            self._with_state.add(committed.step)
         try:
+            self._forget_vanished()
             self._point()
             self._prune()
         except OSError as error:
@@ -158,39 +160,45 @@ class Keeper:
         self.committed(amended)
         return amended
 
-    def _metrics(self) -> dict[int, Metrics]:
-        return {step: found.manifest.metrics for step, found in self._run.items()}
+    def _forget_vanished(self) -> None:
+        """Someone may have deleted a step meanwhile."""
+        for step in [step for step in self._metrics if not self._folder.exists(step)]:
+            self._forget(step)
 
     def _point(self) -> None:
-        self._folder.point("latest", max(self._run))
+        self._folder.point("latest", max(self._metrics))
         rule = self._rules.best_rule
-        best = rule.best(sorted(self._run), self._metrics()) if rule else []
+        best = rule.best(sorted(self._metrics), self._metrics) if rule else []
         if best:
             self._folder.point("best", best[0])
 
     def _prune(self) -> None:
-        # Someone may have deleted or pinned a step meanwhile.
-        self._own = {step for step in self._own if self._folder.exists(step)}
         plan = plan_prune(
             sorted(self._own),
             rules=self._rules,
-            metrics=self._metrics(),
+            metrics=self._metrics,
             pinned=[step for step in self._own if self._folder.is_pinned(step)],
             resumed_from=self._resumed_from,
         )
         for step in plan.remove:
             self._attempt(step, self._remove)
         for step in plan.drop_state:
-            if self._run[step].manifest.has_state:
+            if step in self._with_state:
                 self._attempt(step, self._drop_state)
 
     def _remove(self, step: int) -> None:
         self._folder.prune(step, how=self._rules.how, now=self._clock())
-        self._own.discard(step)
-        self._run.pop(step, None)
+        self._forget(step)
 
     def _drop_state(self, step: int) -> None:
-        self._run[step] = self._folder.drop_state(self._run[step])
+        info = inspect(self._folder.storage, self._folder.step_path(step))
+        if info.is_complete:
+            self._folder.drop_state(info.committed())
+        self._with_state.discard(step)
+
+    def _forget(self, step: int) -> None:
+        self._own.discard(step)
+        self._metrics.pop(step, None)
 
     def _attempt(self, step: int, action: Callable[[int], None]) -> None:
         try:

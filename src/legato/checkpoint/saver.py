@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 # A full disk is asked again this often, not at every step.
 RETRY_SECONDS = 30.0
+# A rank that hangs (not one that dies) is noticed by this alone; half of it is worth a warning.
+BACKGROUND_TIMEOUT_SECONDS = 1800.0
+SLOW_SAVE_SECONDS = BACKGROUND_TIMEOUT_SECONDS / 2
 
 
 @dataclass(frozen=True)
@@ -119,11 +122,13 @@ class Saver:
         self._in_flight: SaveJob | None = None
         self._held: SaveJob | None = None
         self._failed_at = 0.0
+        self._warned_of: int | None = None
         self._to_raise: CheckpointError | None = None
         self._records: list[SaveRecord] = []
-        self._committed: dict[int, Committed] = {}
+        # This branch's newest step, and no more: a manifest may be megabytes.
+        self._newest: Committed | None = None
         if source is not None and source.run_id == run_id and source.branch == branch:
-            self._committed[source.step] = source
+            self._newest = source
 
     @property
     def in_flight(self) -> int | None:
@@ -185,8 +190,8 @@ class Saver:
         pending = PendingSave(step=step, reason=reason, times=SaveTimes())
         self._finish_previous()
         pending.times.waited_seconds = pending.times.since_start()
-        if step in self._committed:
-            return self._return_committed(pending, metrics)
+        if self._newest is not None and self._newest.step == step:
+            return self._return_committed(pending, self._newest, metrics)
         plan = self.prepare(parts)
         files = small_files(plan)
         snapshot = self._stage(parts, plan)
@@ -216,20 +221,20 @@ class Saver:
             return LiveValues(plan.sources, rng)
         return self._prepared.stager.stage(rng)
 
-    def _return_committed(self, pending: PendingSave, metrics: Mapping[str, float]) -> PendingSave:
+    def _return_committed(
+        self, pending: PendingSave, committed: Committed, metrics: Mapping[str, float]
+    ) -> PendingSave:
         """The step is on disk already; only metrics that it lacks are added to it."""
-        committed = self._committed[pending.step]
         if not metrics.items() <= committed.manifest.metrics.items() and self._keeper is not None:
-            keeper = self._keeper
+            keeper, step = self._keeper, pending.step
 
             def amend() -> None:
+                amended = committed
                 try:
-                    self._committed[pending.step] = keeper.add_metrics(committed, metrics)
+                    amended = self._newest = keeper.add_metrics(committed, metrics)
                 except OSError as error:
-                    logger.warning(
-                        "step_%d: its metrics could not be added: %s", pending.step, error
-                    )
-                pending.settle(self._committed[pending.step])
+                    logger.warning("step_%d: its metrics could not be added: %s", step, error)
+                pending.settle(amended)
 
             self._thread.submit(amend)
         else:
@@ -247,6 +252,8 @@ class Saver:
         if self._in_flight is not None:
             if self._control.all_true(self._in_flight.pending.done):
                 self._settle()
+            else:
+                self._warn_if_slow(self._in_flight)
         elif self._held is not None:
             rested = time.monotonic() - self._failed_at >= RETRY_SECONDS
             if self._control.all_true(rested):
@@ -300,6 +307,17 @@ class Saver:
             self._prepared.stager.close()
         self._prepared = self._held = None
 
+    def _warn_if_slow(self, job: SaveJob) -> None:
+        """Once, while there is still time: a rank that hangs is noticed by a timeout alone."""
+        seconds = job.pending.times.since_start()
+        if seconds > SLOW_SAVE_SECONDS and self._warned_of != job.step:
+            self._warned_of = job.step
+            logger.warning(
+                "step %d has been under way for %.0f s; it fails when ranks wait %.0f s for each "
+                "other. Is the disk slow, or does a rank hang?",
+                job.step, seconds, BACKGROUND_TIMEOUT_SECONDS,
+            )  # fmt: skip
+
     def _submit(self, job: SaveJob) -> None:
         self._held = None
         self._in_flight = job
@@ -351,8 +369,7 @@ class Saver:
         )
         self._records.append(job.pending.record(will_retry=will_retry))
         if error is None:
-            assert job.pending.committed is not None
-            self._committed[job.step] = job.pending.committed
+            self._newest = job.pending.committed
             return
         logger.warning(
             "step %d could not be saved: %s. Earlier checkpoints are untouched%s.",

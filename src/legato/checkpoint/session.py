@@ -15,15 +15,12 @@ from legato.checkpoint.lock import OutputDirLock
 from legato.checkpoint.opening import Launch, Opening, open_run, read_opening
 from legato.checkpoint.records import StepInfo
 from legato.checkpoint.retention import Keeper, KeepRules
-from legato.checkpoint.saver import SaveOptions, Saver
+from legato.checkpoint.saver import BACKGROUND_TIMEOUT_SECONDS, SaveOptions, Saver
 from legato.errors import CheckpointError
 from legato.parallel.peers import Peers
 from legato.storage import probe_positioned_writes
 
 logger = logging.getLogger(__name__)
-
-# A rank that hangs (not one that dies) is noticed by this alone.
-BACKGROUND_TIMEOUT_SECONDS = 1800.0
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from pathlib import Path
@@ -23,13 +24,15 @@ from legato.checkpoint import (
     OptimizerPart,
     RngPart,
 )
+from legato.checkpoint import saver as saver_module
+from legato.checkpoint.manifest import Manifest
 from legato.errors import (
     CheckpointError,
     CheckpointMismatchError,
     CheckpointTornError,
     CheckpointWriteError,
 )
-from legato.storage import LocalStorage
+from legato.storage import LocalStorage, MemoryStorage
 from tests.helpers.faults import SlowStorage
 from tests.helpers.loops import Counter, Loop, assert_same, build_model
 
@@ -471,6 +474,38 @@ def test_space_is_checked_before_the_first_step(
         storage.free = 3 * each - 1
         checkpointer.check_space(loop.state, 10)
         assert "later saves will fail" in caplog.text
+
+
+def test_a_long_run_remembers_no_manifests(tmp_path: Path) -> None:
+    """Of a large run each is megabytes."""
+    loop = Loop()
+    with Checkpointer("/out", storage=MemoryStorage()) as checkpointer:
+        for _ in range(10):
+            checkpointer.save(loop.state, step=loop.step()).wait()
+            checkpointer.poll()
+        gc.collect()
+        assert sum(type(thing) is Manifest for thing in gc.get_objects()) <= 2
+
+
+def test_a_save_that_takes_very_long_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(saver_module, "SLOW_SAVE_SECONDS", 0.0)
+    slow = SlowStorage(LocalStorage(), seconds_per_operation=0.2, only=("sync_file",))
+    with Checkpointer(tmp_path / "out", storage=slow) as checkpointer:
+        checkpointer.save(Loop().state, step=1)
+        checkpointer.poll()
+        checkpointer.poll()
+    assert caplog.text.count("step 1 has been under way for") == 1
+
+
+def test_options_that_mean_nothing_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="staging is 'later'"):
+        Checkpointer(tmp_path / "out", staging="later")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="on_save_error is 'ignore'"):
+        Checkpointer(tmp_path / "out", on_save_error="ignore")  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="config_name is 'a/b'"):
+        Checkpointer(tmp_path / "out", config_name="a/b")
 
 
 @pytest.mark.parametrize(
