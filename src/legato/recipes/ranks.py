@@ -5,11 +5,15 @@ from __future__ import annotations
 import socket
 import uuid
 from collections.abc import Mapping
+from hashlib import blake2b
 from pathlib import Path
+
+import numpy as np
 
 from legato.config.resume import differences
 from legato.config.schema import RunConfig
-from legato.errors import ConfigError
+from legato.data.samples import TokenizedData
+from legato.errors import ConfigError, DataError
 from legato.parallel.world import World
 
 
@@ -37,6 +41,28 @@ def check_same_config(config: RunConfig, *, world: World, flags: Mapping[str, bo
                 *problems,
             ]
         )
+
+
+def check_same_data(data: TokenizedData, *, world: World) -> None:
+    """Collective: refuse ranks that read different rows, such as from files that hosts copied.
+
+    Args:
+        data: What this rank read.
+        world: The ranks.
+
+    Raises:
+        DataError: Two ranks differ; ``.rank``, on every rank.
+    """
+    digest = blake2b(np.ascontiguousarray(data.lengths).tobytes(), digest_size=8).hexdigest()
+    main, *others = world.gather([len(data), data.num_tokens, data.num_loss_tokens, digest])
+    for rank, other in enumerate(others, 1):
+        if other != main:
+            raise DataError(
+                f"the ranks read different data: {main[0]} samples of {main[1]} tokens, {main[2]} "
+                f"of them trained, on rank 0; {other[0]} of {other[1]}, {other[2]} on rank {rank}. "
+                "Give all hosts the same files and the same tokenizer.",
+                rank=rank,
+            )
 
 
 def check_shared_storage(output_dir: str, *, world: World) -> None:

@@ -38,7 +38,7 @@ from legato.recipes.plan import (
     read_state,
     say_new_rate,
 )
-from legato.recipes.ranks import check_same_config, check_shared_storage
+from legato.recipes.ranks import check_same_config, check_same_data, check_shared_storage
 from legato.report.loggers import RunFacts, build_loggers
 from legato.report.metrics import MetricsLog
 from legato.report.progress import Progress
@@ -213,11 +213,13 @@ def _build_data(
 ) -> RunData:
     """Every rank reads for itself: a host that doesn't see model or data is named."""
     start_date = date.fromisoformat(state.facts["start_date"])
-    return world.on_every_rank(
+    data = world.on_every_rank(
         lambda: build_run_data(
             config, start_date=start_date, world=world, global_batch_size=global_batch
         )
     )
+    check_same_data(data.train, world=world)
+    return data
 
 
 def open_checkpointer(

@@ -174,7 +174,10 @@ def _batch(facts: StartFacts) -> str:
         factors.append(f"{facts.gradient_accumulation_steps} micro-batches")
     if facts.world_size > 1:
         factors.append(f"{facts.world_size} processes")
-    return f"{facts.global_batch_size} sequences a step ({' x '.join(factors)})"
+    slots = facts.batch_size * facts.gradient_accumulation_steps * facts.world_size
+    # A run that goes on with another number of processes may not come out even.
+    at_most = "" if slots == facts.global_batch_size else "at most "
+    return f"{facts.global_batch_size} sequences a step ({at_most}{' x '.join(factors)})"
 
 
 def _length(facts: StartFacts) -> str:

@@ -85,6 +85,14 @@ def test_the_block_of_a_resumed_lora_run_on_four_gpus_reads_like_this() -> None:
     ]
 
 
+def test_a_global_batch_that_does_not_come_out_even_says_so() -> None:
+    facts = replace(
+        FULL, world_size=3, global_batch_size=16, batch_size=2, gradient_accumulation_steps=3
+    )
+    at_most = "(at most 2 a micro-batch x 3 micro-batches x 3 processes)"
+    assert f"batch         16 sequences a step {at_most}\n" in start_block(facts)
+
+
 def test_an_fp32_run_has_no_masters_to_speak_of() -> None:
     assert "precision     fp32\n" in start_block(replace(FULL, dtype="fp32"))
 
