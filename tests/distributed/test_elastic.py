@@ -18,13 +18,12 @@ from tests.helpers.runs import (
     write_config,
 )
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900)]
 
 RECIPES = ("full_finetune_distributed", "lora_finetune_distributed")
 
 
 @pytest.mark.crash
-@pytest.mark.timeout(900)
 def test_ten_kills_in_a_row_end_in_the_result_of_an_undisturbed_run(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
@@ -114,7 +113,6 @@ def test_a_killed_rank_that_nobody_restarts_ends_the_run_with_its_name(
     Launched(config, f"stop_after_step={step + 1}").succeed()
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_another_number_of_ranks_goes_on_with_the_same_rows_and_losses(
     tmp_path: Path, tiny_model_dir: Path, recipe: str

@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.launches import Launched
 from tests.helpers.runs import legato, losses, steps_in, write_config
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def config_in(folder: Path, model: Path, **changes: object) -> Path:
