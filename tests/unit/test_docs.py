@@ -115,7 +115,7 @@ def test_the_readmes_commands_run_one_after_the_other(
     (tmp_path / "my.yaml").write_text(one_block(README, "yaml"), encoding="utf-8")
 
     lines = [line for line in commands(README) if line.startswith("legato ")]
-    assert len(lines) == 10
+    assert len(lines) == 12
     for line in lines:
         words = shlex.split(line)[1:]
         if words[0] == "download":
