@@ -287,6 +287,23 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, change: Any, message: str)
             checkpointer.restore(state)
 
 
+def test_parts_and_optimizer_state_that_the_run_lacks_are_named(tmp_path: Path) -> None:
+    loop = Loop().run_to(1)
+    with Checkpointer(tmp_path / "out") as checkpointer:
+        checkpointer.save(loop.state | {"scheduler": {"last": 1}}, step=1)
+    with Checkpointer(tmp_path / "out") as checkpointer:
+        with pytest.raises(CheckpointMismatchError, match="scheduler are parts of the checkpoint"):
+            checkpointer.restore(Loop().state)
+        fewer = Loop()
+        fewer.optimizer = torch.optim.AdamW(fewer.model[0].parameters())
+        with pytest.raises(
+            CheckpointMismatchError, match=r"4 of its keys .* 1\.bias, .* optimizer"
+        ):
+            checkpointer.restore(fewer.state | {"scheduler": {}})
+    with Checkpointer(tmp_path / "out", allow_missing=["scheduler"]) as checkpointer:
+        assert checkpointer.restore(Loop().state) == {"step": 1, "notes": []}
+
+
 def test_a_model_only_step_resumes_only_when_that_is_allowed(tmp_path: Path) -> None:
     loop = Loop().run_to(2)
     with Checkpointer(tmp_path / "out", save_only_model=True) as checkpointer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from legato.checkpoint import Checkpointer, KeepLast
 from legato.checkpoint import saver as saver_module
 from legato.checkpoint import staging as staging_module
-from legato.errors import CheckpointWriteError
+from legato.errors import CheckpointExistsError, CheckpointWriteError
 from legato.storage import LocalStorage
 from tests.helpers.faults import FaultyStorage, Operation
 from tests.helpers.loops import Loop, assert_same
@@ -139,6 +140,39 @@ def test_the_final_save_is_retried_until_patience_is_over(
         checkpointer.close()
     assert caught.value.exit_code == 3
     assert visible(tmp_path / "full") == []
+
+
+@pytest.mark.usefixtures("no_rest")
+@pytest.mark.parametrize("instant", ["before the save", "during the save"])
+def test_a_complete_step_that_somebody_put_there_meanwhile_is_never_overwritten(
+    tmp_path: Path, instant: str
+) -> None:
+    out = tmp_path / "out"
+    with Checkpointer(tmp_path / "foreign") as foreign:
+        foreign.save(Loop().state, step=2)
+
+    def put() -> None:
+        if not (out / "step_2").exists():
+            shutil.copytree(tmp_path / "foreign" / "step_2", out / "step_2")
+
+    class Busy(FaultyStorage):
+        def before(self, operation: Operation, number: int, half: object) -> None:
+            if "step_2.tmp" in operation.path and operation.path.endswith("manifest.json"):
+                put()
+
+    loop = Loop()
+    storage = Busy(LocalStorage(), fail_at=None) if "during" in instant else LocalStorage()
+    with Checkpointer(out, storage=storage, final_save_patience_seconds=0.0) as checkpointer:
+        checkpointer.save(loop.state, step=loop.step()).result()
+        if "before" in instant:
+            put()
+        with pytest.raises(CheckpointExistsError, match="step_2 is there already"):
+            checkpointer.save(loop.state, step=loop.step()).result()
+        found = checkpointer.steps()[-1].manifest
+        assert found is not None
+        assert found.run_id == foreign.run_id
+        checkpointer.save(loop.state, step=loop.step()).result()
+    assert visible(out) == ["step_1", "step_2", "step_3"]
 
 
 def test_without_memory_for_a_copy_saves_are_written_while_training_stands_still(
