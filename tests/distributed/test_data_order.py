@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,11 @@ from legato.report.metrics import read_events
 from tests.helpers import spawn
 from tests.helpers.runs import write_config
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+# A start costs seconds of imports on every rank, and CI's two cores are shared.
+TIMEOUT_SECONDS = 400.0
 
 
 def train(rank: int, config: str, overrides: tuple[str, ...]) -> int:
@@ -45,7 +50,10 @@ def test_every_number_of_ranks_takes_the_same_rows_and_gets_the_same_losses(
     for world_size in (1, 2, 4):
         out = tmp_path / f"world_{world_size}"
         accumulation = f"gradient_accumulation_steps={4 // world_size}"
-        steps = spawn.run(train, world_size, str(config), (f"output_dir={out}", accumulation))
+        overrides = (f"output_dir={out}", accumulation)
+        steps = spawn.run(
+            train, world_size, str(config), overrides, timeout_seconds=TIMEOUT_SECONDS
+        )
         assert steps == [6] * world_size
         tokens = values(out, "step", "step", "num_tokens", "num_loss_tokens")
         assert tokens == values(
@@ -90,11 +98,13 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_and_names_its_rows(
         batch_size=1,
         gradient_accumulation_steps=1,
     )
-    said = spawn.run(breaks_on_rank_1, 2, str(config), (f"output_dir={tmp_path / 'out'}",))
+    overrides: tuple[str, ...] = (f"output_dir={tmp_path / 'out'}",)
+    run = partial(spawn.run, breaks_on_rank_1, 2, str(config), timeout_seconds=TIMEOUT_SECONDS)
+    said = run(overrides)
     assert said[0] == said[1]
     assert said[0].startswith("1 ['orders.jsonl:")
     assert said[0].count("orders.jsonl") == 1
     skipped = tmp_path / "skipped"
     overrides = (f"output_dir={skipped}", "on_nonfinite=skip", "max_steps=2")
-    assert spawn.run(breaks_on_rank_1, 2, str(config), overrides) == ["trained"] * 2
+    assert run(overrides) == ["trained"] * 2
     assert (skipped / "step_2").is_dir()

@@ -10,11 +10,13 @@ import datetime as dt
 import logging
 import os
 import re
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -93,13 +95,23 @@ class World:
             return
         where = pick_device(device, placement)
         is_ours = not dist.is_initialized()
-        if is_ours:
-            _init_process_group(placement, where)
+        with _gloo_interface(placement):
+            if is_ours:
+                _init_process_group(placement, where)
+            try:
+                yield from cls._joined(placement, where)
+            finally:
+                if is_ours:
+                    # Without it gloo's threads may end the process with SIGABRT.
+                    dist.destroy_process_group()
+
+    @classmethod
+    def _joined(cls, placement: Placement, device: torch.device) -> Iterator[World]:
         control = Peers.beside(dist.group.WORLD)
         world = cls(
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
-            device=where,
+            device=device,
             group=dist.group.WORLD,
             control=control,
             attempt=placement.attempt,
@@ -118,9 +130,6 @@ class World:
         finally:
             with suppress(RuntimeError):
                 control.close()
-            if is_ours:
-                # Without it gloo's threads may end the process with SIGABRT.
-                dist.destroy_process_group()
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Collective: each of ``values`` added up over all ranks; the same bits on every rank."""
@@ -195,6 +204,40 @@ def _init_process_group(placement: Placement, device: torch.device) -> None:
             f"rank {placement.rank} of {placement.world_size} can't meet the others at "
             f"{placement.address}:{placement.port}: {first_line(error)}"
         ) from error
+
+
+@contextmanager
+def _gloo_interface(placement: Placement) -> Iterator[None]:
+    """Have gloo use the network that leads to the others, unless the environment names one.
+
+    By itself it takes the interface that the host's own name leads to: on many hosts, loopback.
+    """
+    name = "GLOO_SOCKET_IFNAME"
+    is_one_host = placement.world_size <= placement.local_world_size
+    interface = None if is_one_host else interface_towards(placement.address)
+    if interface is None or name in os.environ:
+        yield
+        return
+    os.environ[name] = interface
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def interface_towards(address: str) -> str | None:
+    """The network interface of this host that leads to ``address``; None: it can't be told."""
+    try:
+        family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # chooses a route, sends nothing
+            own = probe.getsockname()[0]
+    except OSError:
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == own for each in addresses):
+            return name
+    return None
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from legato.errors import ConfigError, PeerLostError, WorldError
 from legato.parallel.placement import Placement
-from legato.parallel.world import World, is_lost_peer, pick_device
+from legato.parallel.world import World, interface_towards, is_lost_peer, pick_device
 
 
 def test_alone_everything_is_this_ranks_own() -> None:
@@ -107,3 +107,8 @@ def test_each_process_of_a_host_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatc
         pick_device("cuda", on_host(local_rank=2, local_world_size=3))
     own = Placement(rank=1, world_size=2, local_rank=1, local_world_size=2, sees_own_gpu=True)
     assert pick_device("cuda", own) == torch.device("cuda:0")
+
+
+def test_the_interface_that_leads_to_a_host_is_found() -> None:
+    assert interface_towards("127.0.0.1") in ("lo", "lo0")
+    assert interface_towards("no-such-host.invalid") is None
