@@ -12,14 +12,17 @@ from torch.distributed.tensor import DTensor
 
 from legato.config.schema import RunConfig
 from legato.errors import ConfigError
+from legato.models.load import load_meta_model, split_head
 from legato.models.names import named_weights
-from legato.models.shard import free_gathered
+from legato.models.shard import Sharding, free_gathered, sharded_decode
+from legato.models.wrap import wrap_model
 from legato.optim.build import build_optimizer
+from legato.parallel.mesh import MeshPlan, build_mesh
 from legato.parallel.world import World
 from legato.recipes.model import LoadedModel, build_model
 from legato.train.step import batch_loss, loss_positions, train_step
 from tests.helpers import rows, spawn, tiny
-from tests.helpers.sharded import DATA, build_config, load_and_step, outcomes_on_rank, whole
+from tests.helpers.sharded import DATA, build_config, whole
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -165,17 +168,32 @@ def test_a_world_of_one_is_the_single_device(tmp_path: Path) -> None:
     assert not any(isinstance(p, DTensor) for p in many.parameters.values())
 
 
-def test_compiled_blocks_take_the_step_of_one_device(tmp_path: Path) -> None:
+def gradients_by_backend(rank: int, model: str) -> list[Any]:
+    """Gradients of one micro-batch: plain blocks, then checkpointed and compiled ones."""
+    found = []
+    with World.join("cpu", distributed=True):
+        mesh = build_mesh(MeshPlan(1, NUM_RANKS), device_type="cpu")
+        for options in ({}, {"checkpoint_every": 1, "compile_options": {"backend": "aot_eager"}}):
+            base = load_meta_model(model, dtype=torch.float32)
+            decoder, head = split_head(base.model)
+            wrap_model(base.model, sharding=Sharding(mesh, torch.float32), **options)
+            base.fill(base.model, device=torch.device("cpu"))
+            batch = rows.as_batch(DATA[:2])
+            batch_loss(
+                batch,
+                loss_positions(batch.trained),
+                decode=sharded_decode(base.model, decoder),
+                head=head,
+                device=torch.device("cpu"),
+            ).backward()
+            found.append(whole({n: p.grad for n, p in base.model.named_parameters()}))
+    return found
+
+
+def test_compiled_and_checkpointed_blocks_are_gathered_like_plain_ones(tmp_path: Path) -> None:
     model = tiny.write_model(tmp_path / "model")
-    options = {"compile": True, "enable_activation_checkpointing": True}
-    configs = [build_config(model, m, num_ranks=2, **options) for m in ("full", "lora")]
-    values = [config.model_dump(mode="json", exclude_unset=True) for config in configs]
-    by_rank = spawn.run(outcomes_on_rank, NUM_RANKS, values, timeout_seconds=290.0)
-    for number, method in enumerate(("full", "lora")):
-        one = load_and_step(build_config(model, method, num_ranks=1), World.single("cpu"))
-        found = by_rank[0][number]
-        assert found.loss == pytest.approx(one.loss, rel=1e-5)
-        assert list(found.gradients) == list(one.gradients)
-        for name, gradient in one.gradients.items():
-            limit = 1e-4 * np.abs(gradient).max()
-            assert np.abs(found.gradients[name] - gradient).max() <= limit, name
+    plain, compiled = spawn.run(gradients_by_backend, 2, str(model), timeout_seconds=280.0)[0]
+    assert plain.keys() == compiled.keys()  # compilation put nothing into the names
+    for name, gradient in plain.items():
+        limit = 1e-5 * np.abs(gradient).max()
+        assert np.abs(compiled[name] - gradient).max() <= limit, name

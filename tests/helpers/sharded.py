@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from legato.config.schema import RunConfig
 from legato.data.loader import Loader
+from legato.optim.build import build_optimizer
 from legato.parallel.world import World
 from legato.recipes.model import LoadedModel, build_model
 from legato.train.step import train_step
@@ -56,10 +57,15 @@ def build_config(model: Path, method: str, *, num_ranks: int, **changes: Any) ->
 def load_and_step(config: RunConfig, world: World) -> Outcome:
     """Load the model and take one step with AdamW. Collective on several ranks."""
     loaded = build_model(config, world=world)
-    return take_step(loaded, config, world)
+    optimizer = build_optimizer(loaded.parameters, lr=config.optimizer.lr)
+    return take_step(loaded, optimizer, world)
 
 
-def take_step(loaded: LoadedModel, config: RunConfig, world: World) -> Outcome:
+def take_step(
+    loaded: LoadedModel, optimizer: torch.optim.Optimizer, world: World, *, step: int = 1
+) -> Outcome:
+    """Take ``step``: all of ``DATA``, in that epoch's order. Collective on several ranks."""
+    lr = optimizer.param_groups[0]["lr"]
     loader = Loader(
         rows.as_data(DATA),
         global_batch_size=len(DATA),
@@ -77,14 +83,14 @@ def take_step(loaded: LoadedModel, config: RunConfig, world: World) -> Outcome:
         gradients.update(whole({n: p.grad for n, p in parameters.items() if p.grad is not None}))
 
     result = train_step(
-        loader.micro_batches(1),
+        loader.micro_batches(step),
         decode=loaded.decode,
         head=loaded.head,
-        optimizer=torch.optim.AdamW(list(parameters.values()), lr=config.optimizer.lr),
+        optimizer=optimizer,
         parameters=parameters,
-        lr=config.optimizer.lr,
+        lr=lr,
         seed=0,
-        step=1,
+        step=step,
         masters=loaded.masters,
         rank=world.rank,
         sum_over_ranks=world.sum_over_ranks,
