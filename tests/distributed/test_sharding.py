@@ -22,6 +22,8 @@ from legato.parallel.world import World
 from legato.recipes.model import LoadedModel, build_model
 from legato.train.step import batch_loss, loss_positions, train_step
 from tests.helpers import rows, spawn, tiny
+from tests.helpers.launches import Launched
+from tests.helpers.runs import steps_in, write_config
 from tests.helpers.sharded import DATA, build_config, whole
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -197,3 +199,15 @@ def test_compiled_and_checkpointed_blocks_are_gathered_like_plain_ones(tmp_path:
     for name, gradient in plain.items():
         limit = 1e-5 * np.abs(gradient).max()
         assert np.abs(compiled[name] - gradient).max() <= limit, name
+
+
+def test_a_mesh_that_does_not_fit_the_processes_is_refused_by_its_keys(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    config = write_config(
+        tmp_path, model=tiny_model_dir, recipe="full_finetune_distributed", dp_replicate=3
+    )
+    code, output = Launched(config).end(within_seconds=240)
+    assert code == 2
+    assert "dp_replicate: 3 copies don't divide 2 processes. Choose one of 1, 2" in output
+    assert not steps_in(tmp_path / "out")

@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from legato.config.rules import is_distributed
 from legato.config.schema import RunConfig
-from legato.errors import ConfigError
 from legato.models.attention import settle_packing
 from legato.models.head import check_halves
 from legato.models.load import load_meta_model, load_model, split_head
@@ -20,9 +18,10 @@ from legato.models.lora import fill_magnitudes
 from legato.models.names import named_weights
 from legato.models.shard import Sharding, free_gathered, gradient_sync, sharded_decode
 from legato.models.wrap import wrap_model
-from legato.parallel.mesh import build_mesh, plan_mesh
+from legato.parallel.mesh import build_mesh
 from legato.parallel.world import World
 from legato.recipes.methods import METHODS, Trained
+from legato.recipes.ranks import check_mesh
 from legato.train.masters import Masters
 
 logger = logging.getLogger(__name__)
@@ -77,17 +76,8 @@ def build_model(config: RunConfig, *, world: World) -> LoadedModel:
 
 def plan_sharding(config: RunConfig, world: World) -> Sharding | None:
     """How the config spreads the model over the ranks; None: each has all of it, being alone."""
-    if not is_distributed(config):
-        return None
-    plan = plan_mesh(
-        dp_shard=config.dp_shard, dp_replicate=config.dp_replicate, world_size=world.world_size
-    )
-    if config.cpu_offload and world.device.type == "cpu":
-        raise ConfigError(
-            "cpu_offload: this run computes on the cpu, so everything is in host memory already. "
-            "Leave it out."
-        )
-    if world.world_size == 1 and not config.cpu_offload:
+    plan = check_mesh(config, world=world)
+    if plan.world_size == 1 and not config.cpu_offload:
         return None
     return Sharding(
         mesh=build_mesh(plan, device_type=world.device.type),
@@ -123,12 +113,14 @@ def _whole(config: RunConfig, world: World) -> LoadedModel:
 
 def _sharded(config: RunConfig, world: World, sharding: Sharding) -> LoadedModel:
     dtype = DTYPES[config.dtype]
-    base = load_meta_model(
-        config.model,
-        dtype=dtype,
-        device=world.device,
-        attention=config.attention,
-        trust_remote_code=config.trust_remote_code,
+    base = world.on_every_rank(
+        lambda: load_meta_model(
+            config.model,
+            dtype=dtype,
+            device=world.device,
+            attention=config.attention,
+            trust_remote_code=config.trust_remote_code,
+        )
     )
     trained = METHODS[config.recipe](base.model, config)
     module = trained.module
@@ -140,7 +132,8 @@ def _sharded(config: RunConfig, world: World, sharding: Sharding) -> LoadedModel
         for parameter in _trainable(module).values():
             parameter.data = parameter.data.float()
     wrap_model(module, **_wrapping(config), sharding=sharding)
-    base.fill(module, device=world.device, cpu_offload=sharding.cpu_offload)
+    offload = sharding.cpu_offload
+    world.on_every_rank(lambda: base.fill(module, device=world.device, cpu_offload=offload))
     if config.use_dora:
         fill_magnitudes(module)
     decode = sharded_decode(module, decoder)

@@ -14,6 +14,7 @@ from legato.config.resume import differences
 from legato.config.schema import RunConfig
 from legato.data.samples import TokenizedData
 from legato.errors import ConfigError, DataError
+from legato.parallel.mesh import MeshPlan, plan_mesh
 from legato.parallel.world import World
 
 
@@ -63,6 +64,30 @@ def check_same_data(data: TokenizedData, *, world: World) -> None:
                 "Give all hosts the same files and the same tokenizer.",
                 rank=rank,
             )
+
+
+def check_mesh(config: RunConfig, *, world: World) -> MeshPlan:
+    """Refuse a mesh that doesn't fit the ranks, or an offload from where nothing is.
+
+    Args:
+        config: The run.
+        world: The ranks.
+
+    Returns:
+        The mesh: of one rank for a recipe that isn't distributed.
+
+    Raises:
+        ConfigError: The keys that don't fit; the same on every rank.
+    """
+    plan = plan_mesh(
+        dp_shard=config.dp_shard, dp_replicate=config.dp_replicate, world_size=world.world_size
+    )
+    if config.cpu_offload and world.device.type == "cpu":
+        raise ConfigError(
+            "cpu_offload: this run computes on the cpu, so everything is in host memory already. "
+            "Leave it out."
+        )
+    return plan
 
 
 def check_shared_storage(output_dir: str, *, world: World) -> None:

@@ -38,7 +38,12 @@ from legato.recipes.plan import (
     read_state,
     say_new_rate,
 )
-from legato.recipes.ranks import check_same_config, check_same_data, check_shared_storage
+from legato.recipes.ranks import (
+    check_mesh,
+    check_same_config,
+    check_same_data,
+    check_shared_storage,
+)
 from legato.report.loggers import RunFacts, build_loggers
 from legato.report.metrics import MetricsLog
 from legato.report.progress import Progress
@@ -100,6 +105,7 @@ def run(
     with World.join(config.device, distributed=is_distributed(config)) as world:
         flags = {"--start-over": start_over, "--accept-changes": accept_changes}
         check_same_config(config, world=world, flags=flags)
+        check_mesh(config, world=world)
         check_shared_storage(config.output_dir, world=world)
         with open_checkpointer(
             config,
