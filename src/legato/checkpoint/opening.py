@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import posixpath
@@ -208,11 +209,13 @@ def open_run(
     storage = folder.storage
     if storage.stat(folder.path) is None:
         storage.make_folder(folder.path)
-        storage.sync_folder(posixpath.dirname(folder.path))
     if lock is not None:
         lock.acquire(wait_seconds=lock_wait_seconds)
     previous: Mapping[str, Any] = lock.previous if lock is not None else {}
     steps = folder.steps()
+    if not steps:  # a new folder, whoever made it: its own name has to be durable too
+        with contextlib.suppress(PermissionError):
+            storage.sync_folder(posixpath.dirname(folder.path))
     if launch.is_going_on(previous, steps):
         resume, start_over = "auto", False
     opening = decide_opening(
