@@ -142,7 +142,7 @@ def load_meta_model(
         )
     model.tie_weights()
     if model.can_generate():
-        model.generation_config = _generation_config(folder.path) or model.generation_config
+        model.generation_config = _generation_config(folder.path)
     model.config.use_cache = False
     model.train()
     return MetaModel(model, FolderReader(LocalStorage(), str(folder.path)), dtype)
@@ -230,12 +230,13 @@ def _load_config(folder: ModelFolder, *, trust_remote_code: bool) -> PreTrainedC
         ) from error
 
 
-def _generation_config(path: Path) -> GenerationConfig | None:
+def _generation_config(path: Path) -> GenerationConfig:
+    """The folder's own or, as transformers does it, what config.json says of generation."""
     from transformers import GenerationConfig
 
-    if not (path / "generation_config.json").is_file():
-        return None
-    return GenerationConfig.from_pretrained(path)
+    if (path / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(path)
+    return GenerationConfig.from_pretrained(path, "config.json", _from_model_config=True)
 
 
 def _attention(attention: str, *, device: torch.device) -> str | None:
