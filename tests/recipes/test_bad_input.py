@@ -112,7 +112,7 @@ CASES: list[tuple[Case, int, list[str]]] = [
     (all_rows_too_long, 1, ["max_seq_len", "8"]),
     (output_is_a_file, 2, ["occupied"]),
     (unknown_key, 2, ["save_every_n_train_steps"]),
-    (torchrun_option, 2, ["nproc_per_node", "distributed"]),
+    (torchrun_option, 2, ["2 processes", "_finetune_distributed"]),
 ]
 
 
