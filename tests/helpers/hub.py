@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlparse
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -32,14 +33,21 @@ class FakeHub:
 @contextmanager
 def fake_hub(folder: Path, **settings: object) -> Iterator[FakeHub]:
     hub = FakeHub(folder, **settings)  # type: ignore[arg-type]
-    handler = type("Handler", (_Handler,), {"hub": hub})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    with serve(hub, _Handler):
+        yield hub
+
+
+@contextmanager
+def serve(hub: Any, handler: type[BaseHTTPRequestHandler]) -> Iterator[None]:
+    """Answer on a free loopback port by ``handler``, which knows ``hub``; sets its ``endpoint``."""
+    bound = type("Handler", (handler,), {"hub": hub})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), bound)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     hub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
     try:
-        yield hub
+        yield
     finally:
         server.shutdown()
         server.server_close()
