@@ -13,7 +13,9 @@ from legato.errors import ModelError
 from legato.models.adapter import file_dtype, is_adapter, load_adapter
 from legato.models.folder import find_model
 from legato.models.load import load_model, load_tokenizer
+from legato.models.modes import evaluation_mode
 from legato.models.quiet import silence_known_noise
+from legato.models.shard import gathered_root
 
 Prompt = str | Sequence[Mapping[str, Any]]
 
@@ -101,6 +103,41 @@ def generate_batch(
     return [answers[i] for i in range(len(rows))]
 
 
+def continue_rows(
+    model: Any,
+    tokenizer: Any,
+    rows: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+) -> list[str]:
+    """Go on with rows of tokens, taking the most probable one; a model in training stays as it is.
+
+    Collective if the model is sharded: every rank gives the same rows.
+
+    Args:
+        model: A causal language model of transformers or PEFT.
+        tokenizer: Its tokenizer.
+        rows: Token ids, each row shorter than the model's positions.
+        max_new_tokens: Tokens to make at most; fewer where the model's positions end before.
+        batch_size: Rows at a time, in their order.
+
+    Returns:
+        What the model went on with, without special tokens, in the order of the rows.
+    """
+    limit = _max_positions(model)
+    texts: list[str] = []
+    with gathered_root(model) as is_sharded, _generating(model, seed=0):
+        for first in range(0, len(rows), batch_size):
+            batch = [list(row) for row in rows[first : first + batch_size]]
+            room = max_new_tokens if limit is None else limit - max(map(len, batch))
+            most = max(1, min(max_new_tokens, room))
+            options = _generate_options(model, tokenizer, most, temperature=0.0)
+            # The ranks gather a sharded model's blocks together, so none may end before the others.
+            texts += _answer(model, tokenizer, batch, options, synced_gpus=is_sharded)
+    return texts
+
+
 def stream_answer(
     model: Any,
     tokenizer: Any,
@@ -150,25 +187,18 @@ def stream_answer(
 @contextmanager
 def _generating(model: Any, *, seed: int) -> Iterator[None]:
     """Evaluation mode and a random state of its own; everything as before afterwards."""
-    was_training = model.training
-    model.eval()
-    device = _device(model)
-    devices = [device] if device.type == "cuda" else []
-    try:
-        # Each new token is another shape: compiled blocks would be compiled again and again.
-        with (
-            torch.no_grad(),
-            torch.compiler.set_stance("force_eager"),
-            torch.random.fork_rng(devices=devices),
-        ):
-            torch.manual_seed(seed)
-            yield
-    finally:
-        model.train(was_training)
+    # Each new token is another shape: compiled blocks would be compiled again and again.
+    with (
+        evaluation_mode(model, _device(model)),
+        torch.no_grad(),
+        torch.compiler.set_stance("force_eager"),
+    ):
+        torch.manual_seed(seed)
+        yield
 
 
 def _answer(
-    model: Any, tokenizer: Any, rows: list[list[int]], options: Any, *, streamer: Any = None
+    model: Any, tokenizer: Any, rows: list[list[int]], options: Any, **how: Any
 ) -> list[str]:
     longest = max(len(row) for row in rows)
     pads = [longest - len(row) for row in rows]
@@ -181,7 +211,7 @@ def _answer(
         device=_device(model),
     )
     output = model.generate(
-        input_ids=input_ids, attention_mask=mask, generation_config=options, streamer=streamer
+        input_ids=input_ids, attention_mask=mask, generation_config=options, **how
     )
     return [tokenizer.decode(row[longest:], skip_special_tokens=True) for row in output]
 

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from legato.config.schema import RunConfig
 from legato.errors import ConfigError
-from legato.models.load import load_meta_model, split_head
+from legato.generate import continue_rows
+from legato.models.load import load_meta_model, load_tokenizer, split_head
 from legato.models.names import named_weights
 from legato.models.shard import Sharding, free_gathered, sharded_decode
 from legato.models.wrap import wrap_model
@@ -24,7 +25,7 @@ from legato.train.step import batch_loss, loss_positions, train_step
 from tests.helpers import rows, spawn, tiny
 from tests.helpers.launches import Launched
 from tests.helpers.runs import steps_in, write_config
-from tests.helpers.sharded import DATA, build_config, whole
+from tests.helpers.sharded import DATA, build_config, take_step, whole
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -211,3 +212,55 @@ def test_a_mesh_that_does_not_fit_the_processes_is_refused_by_its_keys(
     assert code == 2
     assert "dp_replicate: 3 copies don't divide 2 processes. Choose one of 1, 2" in output
     assert not steps_in(tmp_path / "out")
+
+
+PROMPTS = [[5, 9, 2], [7, 7, 1, 30, 4], [8]]
+
+
+def answers_on_rank(rank: int, configs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each config two steps without a word, and two with answers before and between them."""
+    found = []
+    with World.join("cpu", distributed=True) as world:
+        for values in configs:
+            runs = []
+            for speaks in (False, True):
+                config = RunConfig.model_validate(values)
+                loaded = build_model(config, world=world)
+                optimizer = build_optimizer(loaded.parameters, lr=config.optimizer.lr)
+                answers = []
+                for step in (1, 2):
+                    if speaks:
+                        answers.append(answers_of(loaded, Path(config.model)))
+                    outcome = take_step(loaded, optimizer, world, step=step)
+                runs.append((answers, outcome.after))
+            (_, silent), (answers, spoken) = runs
+            same = [name for name in silent if np.array_equal(silent[name], spoken[name])]
+            found.append({"answers": answers, "same": same == list(silent)})
+    return found
+
+
+def answers_of(loaded: LoadedModel, folder: Path) -> list[str]:
+    tokenizer = load_tokenizer(folder)
+    module = loaded.trained.module
+    return continue_rows(module, tokenizer, PROMPTS, max_new_tokens=6, batch_size=2)
+
+
+def test_a_sharded_model_answers_as_a_whole_one_and_trains_on_as_if_it_had_not(
+    tmp_path: Path,
+) -> None:
+    configs, expected = [], []
+    for method, tied in (("full", True), ("lora", False)):
+        folder = tiny.write_model(tmp_path / method, tie_word_embeddings=tied)
+        fast = {"optimizer": {"name": "adamw", "lr": 0.1}}
+        config = build_config(folder, method, num_ranks=NUM_RANKS, **fast)
+        configs.append(config.model_dump(mode="json", exclude_unset=True))
+        whole_model = build_model(
+            build_config(folder, method, num_ranks=1), world=World.single("cpu")
+        )
+        expected.append(answers_of(whole_model, folder))
+    first, second = spawn.run(answers_on_rank, NUM_RANKS, configs)
+    assert first == second
+    for found, answers in zip(first, expected, strict=True):
+        assert found["same"]
+        assert found["answers"][0] == answers
+        assert found["answers"][1] != answers  # the step has changed what it says

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from legato.errors import ModelError, ModelNotFoundError
-from legato.generate import generate_batch, load_for_generation, stream_answer
+from legato.generate import continue_rows, generate_batch, load_for_generation, stream_answer
 from legato.models.compile import compile_blocks
 from legato.models.load import load_model
 from legato.models.lora import attach_lora
@@ -100,8 +100,11 @@ def test_sampling_settings_of_the_model_dont_change_greedy_answers(folder: Path)
 def test_a_model_in_training_stays_in_training(folder: Path) -> None:
     model, tokenizer = load_for_generation(folder)
     model.train()
+    model.model.norm.eval()  # a part that is kept in evaluation mode stays in it
     generate_batch(model, tokenizer, ["two"], max_new_tokens=2)
     assert model.training
+    assert model.model.layers.training
+    assert not model.model.norm.training
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -161,6 +164,16 @@ def test_what_was_streamed_when_it_is_interrupted_has_been_handed_out(
         stream_answer(*pair, TEXTS[0], on_text=interrupt, temperature=1.0)
     assert len(pieces) == 3
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_rows_of_tokens_are_continued_greedily_as_far_as_positions_go(
+    pair: tuple[Any, Any],
+) -> None:
+    model, tokenizer = pair
+    texts = [*TEXTS, "a" * 508]
+    rows = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    found = continue_rows(model, tokenizer, rows, max_new_tokens=12, batch_size=2)
+    assert found == [greedy(*pair, text, 12 if len(text) < 500 else 4) for text in texts]
 
 
 def test_no_prompts_no_answers(pair: tuple[Any, Any]) -> None:

@@ -127,10 +127,10 @@ ONLY_WITH = (
         "this recipe trains on one device; the _distributed ones use it",
     ),
     OnlyWith(
-        ("run_val_every_n_steps", "generate_samples"),
-        _EVALUATION,
-        has_evaluation_data,
-        "there is nothing to evaluate on; set val_set_size or eval_datasets",
+        ("run_val_every_n_steps",),
+        (*_EVALUATION, "generate_samples"),
+        lambda c: has_evaluation_data(c) or c.generate_samples > 0,
+        "there is nothing to evaluate on; set val_set_size, eval_datasets or generate_samples",
     ),
     OnlyWith(
         ("metric_for_best_model", "greater_is_better"),
@@ -248,7 +248,6 @@ LATER: Mapping[str, Callable[[Any], bool]] = {
     "streaming": bool,
     "num_workers": bool,
     "quantize_base": lambda v: v != "none",
-    "generate_samples": bool,
     "compile": lambda v: getattr(v, "scope", "block") != "block",
     "optimizer_in_backward": bool,
     "enable_activation_offloading": bool,

@@ -312,7 +312,10 @@ class RunConfig(Section):
         unit="optimizer steps",
     )
     generate_samples: int = key(
-        0, "Validation prompts to answer at each evaluation.", on_resume="free", ge=0
+        0,
+        "Prompts to answer at each evaluation: of the evaluation data, else of the training data.",
+        on_resume="free",
+        ge=0,
     )
     log_every_n_steps: Interval = key(
         1,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -121,6 +122,29 @@ def free_gathered(model: nn.Module) -> None:
     """
     for module in sharded_modules(model):
         module.reshard()
+
+
+@contextmanager
+def gathered_root(model: nn.Module) -> Iterator[bool]:
+    """Collective if ``model`` is sharded: gather what belongs to no block, and free it afterwards.
+
+    Then any method of it computes, not only its forward pass; blocks gather themselves.
+
+    Args:
+        model: A sharded model, or any other: then nothing happens.
+
+    Yields:
+        bool: Whether it is sharded.
+    """
+    root = next(sharded_modules(model), None)
+    if root is None:
+        yield False
+        return
+    root.unshard()
+    try:
+        yield True
+    finally:
+        free_gathered(model)
 
 
 def gradient_sync(model: nn.Module, *, keeps_whole_gradients: bool) -> Callable[[bool], None]:

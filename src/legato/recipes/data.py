@@ -55,6 +55,7 @@ class RunData:
 
     Attributes:
         train: Samples to train on.
+        held_out: Samples to evaluate on; None: there are none.
         loader: Deals them to steps.
         eval_loader: Deals the evaluation's rows; None: there are none.
         tokenizer: Theirs.
@@ -64,6 +65,7 @@ class RunData:
     """
 
     train: TokenizedData
+    held_out: TokenizedData | None
     loader: Loader
     eval_loader: Loader | None
     tokenizer: PreTrainedTokenizerBase
@@ -166,6 +168,7 @@ def build_run_data(
     )
     return RunData(
         train=samples.train,
+        held_out=samples.held_out,
         loader=deal(
             train,
             global_batch_size=global_batch_size,

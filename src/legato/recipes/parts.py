@@ -29,12 +29,13 @@ from legato.data.loader import Loader
 from legato.models.names import named_weights
 from legato.optim.build import build_optimizer
 from legato.parallel.world import World
+from legato.recipes.answers import build_answers
 from legato.recipes.data import RunData
 from legato.recipes.methods import read_folder
 from legato.recipes.model import DTYPES, build_model
 from legato.train.evaluate import evaluate
 from legato.train.state import TrainState
-from legato.train.trainer import Evaluate, TrainableModel, WatchedMetric
+from legato.train.trainer import AnswerPrompts, Evaluate, TrainableModel, WatchedMetric
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,6 +50,7 @@ class RunParts:
         optimizer: Over the model's parameters.
         saved: The checkpoint's parts by name.
         evaluate: Evaluation loss; None without evaluation data.
+        answer_prompts: What the model says to some prompts; None: nothing was asked for.
         num_parameters: All parameters, tied ones once.
         num_trainable_parameters: Those that train.
         bytes_read: Bytes of the base's weights that this rank read; None: all of them.
@@ -58,6 +60,7 @@ class RunParts:
     optimizer: torch.optim.Optimizer
     saved: Mapping[str, Any]
     evaluate: Evaluate | None
+    answer_prompts: AnswerPrompts | None
     num_parameters: int
     num_trainable_parameters: int
     bytes_read: int | None = None
@@ -115,6 +118,7 @@ def build_parts(config: RunConfig, data: RunData, *, world: World, state: TrainS
         optimizer=optimizer,
         saved=saved,
         evaluate=_evaluation(data.eval_loader, module, loaded.decode, loaded.head, world),
+        answer_prompts=build_answers(config, data, model=module),
         num_parameters=sum(p.numel() for p in module.parameters()),
         num_trainable_parameters=sum(p.numel() for p in loaded.parameters.values()),
         bytes_read=loaded.bytes_read,

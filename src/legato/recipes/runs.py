@@ -286,6 +286,7 @@ def _train(
             world=world,
             stop_after_step=config.stop_after_step,
             evaluate=parts.evaluate,
+            answer_prompts=parts.answer_prompts,
             watched=watched_metric(config),
             clip_grad_norm=config.clip_grad_norm,
             on_nonfinite=config.on_nonfinite,

@@ -108,9 +108,13 @@ class TensorBoardLogger:
         )
 
     def log(self, event: str, fields: Mapping[str, Any]) -> None:
-        """Add a point to each curve of ``event``."""
+        """Add a point to each curve of ``event``; what a model said to a prompt goes in as text."""
         for tag, value in curves(event, fields).items():
             self._writer.add_scalar(tag, value, fields["step"])
+        if event == "sample":
+            self._writer.add_text(
+                f"samples/{fields['sample_id']}", _as_markdown(fields), fields["step"]
+            )
         if event != "step":
             self._writer.flush()
 
@@ -242,6 +246,15 @@ def _import(module: str, *, install: str, package: str | None = None) -> Any:
         raise MissingDependencyError(
             f"loggers: {name} isn't installed. Run: pip install '{install}'", package=name
         ) from error
+
+
+def _as_markdown(sample: Mapping[str, Any]) -> str:
+    """A prompt and its answers as code, so that nothing of them is read as markup."""
+    parts = []
+    for name in ("prompt", "expected", "answer"):
+        code = "\n".join(f"    {line}" for line in str(sample[name]).splitlines())
+        parts.append(f"{name}\n\n{code}\n")
+    return "\n".join(parts)
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -17,7 +17,9 @@ from typing import Any, Literal, Protocol
 
 _log = logging.getLogger(__name__)
 
-EventName = Literal["start", "resume", "step", "eval", "save", "save_failed", "stop", "end"]
+EventName = Literal[
+    "start", "resume", "step", "eval", "sample", "save", "save_failed", "stop", "end"
+]
 
 
 class Logger(Protocol):

@@ -20,6 +20,9 @@ from rich.text import Text
 
 from legato.report.start import human_bytes, human_seconds
 
+_SHOWN_CHARACTERS = 100
+_MORE = "..."
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepFacts:
@@ -121,6 +124,23 @@ class Progress:
         """Show an evaluation's mean loss per token."""
         self._print(f"step {step}/{self._total_steps}  eval loss {loss:.4f}")
 
+    def sampled(
+        self, step: int, *, sample_id: str, prompt: str, expected: str, answer: str
+    ) -> None:
+        """Show what the model says to a prompt, a line each for both and for what is expected.
+
+        Args:
+            step: Steps done.
+            sample_id: Where the prompt comes from.
+            prompt: What the model was given; its end is shown.
+            expected: What the data goes on with.
+            answer: What the model goes on with.
+        """
+        self._print(f"step {step}/{self._total_steps}  sample {sample_id}")
+        self._print(f"  prompt    {one_line(prompt, keep_end=True)}")
+        self._print(f"  expected  {one_line(expected)}")
+        self._print(f"  answer    {one_line(answer)}")
+
     def saving(self, step: int) -> None:
         """Show that a save has been staged and is being written."""
         self._save_text = f"writing step_{step}"
@@ -165,6 +185,23 @@ class Progress:
         facts = "" if self._facts is None else facts_line(self._facts)
         below = "  ".join(part for part in (facts, self._save_text) if part)
         return Group(top, Text(below, no_wrap=True, overflow="ellipsis"))
+
+
+def one_line(text: str, *, keep_end: bool = False) -> str:
+    """Return ``text`` on one line: white space as single spaces, clipped to 100 characters.
+
+    Args:
+        text: Any text.
+        keep_end: Clip its beginning instead of its end.
+
+    Returns:
+        Such as ``...and so on``.
+    """
+    line = " ".join(text.split())
+    if len(line) <= _SHOWN_CHARACTERS:
+        return line
+    kept = _SHOWN_CHARACTERS - len(_MORE)
+    return _MORE + line[-kept:].lstrip() if keep_end else line[:kept].rstrip() + _MORE
 
 
 def remaining_text(*, done_steps: int, left_steps: int, elapsed_seconds: float) -> str:

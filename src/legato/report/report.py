@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -65,6 +65,12 @@ class RunReport:
         self._progress.evaluated(step, loss=values["eval_loss"])
         self._metrics.write("eval", step=step, **values)
 
+    def sampled(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
+        """The model has answered prompts: ``sample_id``, ``prompt``, ``expected``, ``answer``."""
+        for sample in samples:
+            self._progress.sampled(step, **sample)
+            self._metrics.write("sample", step=step, **sample)
+
     def saving(self, step: int) -> None:
         """A save began."""
         self._progress.saving(step)
@@ -95,6 +101,9 @@ class SilentReport:
 
     def evaluated(self, step: int, values: Mapping[str, Any]) -> None:
         """An evaluation is done."""
+
+    def sampled(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
+        """The model has answered some prompts."""
 
     def saving(self, step: int) -> None:
         """A save began."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from legato.data.loader import Loader
 from legato.errors import DataError
+from legato.models.modes import evaluation_mode
 from legato.train.step import Decode, SumOverRanks, batch_loss, loss_positions
 
 
@@ -49,7 +49,7 @@ def evaluate(
     """
     began = time.perf_counter()
     loss_sum, num_loss_tokens = 0.0, 0.0
-    with _evaluation_mode(model, device), torch.no_grad():
+    with evaluation_mode(model, device), torch.no_grad():
         for step in range(1, loader.steps_per_epoch + 1):
             for batch in loader.micro_batches(step):
                 if should_stop is not None and should_stop():
@@ -67,16 +67,3 @@ def evaluate(
         "num_loss_tokens": int(num_loss_tokens),
         "eval_seconds": time.perf_counter() - began,
     }
-
-
-@contextmanager
-def _evaluation_mode(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Switch to evaluation mode, and back to what each module was: some may be frozen in it."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            yield
-    finally:
-        for module, training in modes.items():
-            module.training = training

@@ -6,7 +6,7 @@ Every recipe goes through this one loop; what differs between them is in the par
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,6 +23,9 @@ from legato.train.step import StepResult, train_step
 
 Evaluate = Callable[[Callable[[], bool]], Mapping[str, Any] | None]
 """Asks between batches whether to stop; gives ``eval_loss`` and more, or None when it stopped."""
+
+AnswerPrompts = Callable[[], Sequence[Mapping[str, str]]]
+"""What the model says now: ``sample_id``, ``prompt``, ``expected``, ``answer`` of each prompt."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,9 @@ class Reporter(Protocol):
     def evaluated(self, step: int, values: Mapping[str, Any]) -> None:
         """An evaluation is done."""
 
+    def sampled(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
+        """The model has answered some prompts."""
+
     def saved(self, record: SaveRecord) -> None:
         """A save was committed, or failed."""
 
@@ -138,6 +144,7 @@ class Trainer:
         world: The ranks of the run.
         stop_after_step: Last step of this process, when it is to end before the run does.
         evaluate: The evaluation; None: there is no evaluation data.
+        answer_prompts: Called after each evaluation, or where one would be; None: no prompts.
         watched: What ``best`` means.
         clip_grad_norm: Largest global gradient norm, L2; None: no clipping.
         on_nonfinite: ``stop`` or ``skip`` when a loss or gradient isn't finite.
@@ -160,6 +167,7 @@ class Trainer:
         world: World,
         stop_after_step: int | None = None,
         evaluate: Evaluate | None = None,
+        answer_prompts: AnswerPrompts | None = None,
         watched: WatchedMetric | None = None,
         clip_grad_norm: float | None = 1.0,
         on_nonfinite: str = "stop",
@@ -179,6 +187,7 @@ class Trainer:
         self.intervals = intervals
         self.reporter = reporter
         self.evaluate = evaluate
+        self.answer_prompts = answer_prompts
         self.watched = watched or WatchedMetric()
         self.clip_grad_norm = clip_grad_norm
         self.on_nonfinite = on_nonfinite
@@ -286,14 +295,16 @@ class Trainer:
 
     def _evaluate_if_due(self, step: int) -> dict[str, Any]:
         """The evaluation's values when one is due at ``step`` and wasn't cut short; else empty."""
-        if self.evaluate is None:
-            return {}
         interval = self.intervals.evaluate
         if step != self.total_steps and (interval is None or not interval.due(step)):
             return {}
-        values = dict(self.evaluate(self._signals.stop_requested) or {})
+        values: dict[str, Any] = {}
+        if self.evaluate is not None:
+            values = dict(self.evaluate(self._signals.stop_requested) or {})
         if values:
             self.reporter.evaluated(step, values)
+        if self.answer_prompts is not None and not self._signals.stop_requested():
+            self.reporter.sampled(step, self.answer_prompts())
         return values
 
     def _save_if_due(self, step: int, metrics: Mapping[str, Any], *, signalled: bool) -> None:

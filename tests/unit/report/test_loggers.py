@@ -26,6 +26,9 @@ def write_run(folder: Path, name: str, *, first: int, last: int, resumed_step: i
     for step in range(first, last + 1):
         log.write("step", step=step, loss=1 / step, lr=0.5)
     log.write("eval", step=last, eval_loss=0.25, eval_seconds=1.5)
+    log.write(
+        "sample", step=last, sample_id="a:7", prompt="*Hi*\n\nyou", expected="1", answer="<b>"
+    )
     log.write("save", step=last, reason="final", path="step_2", blocked_seconds=0.125, error=None)
     log.close()
 
@@ -64,6 +67,12 @@ def test_tensorboard_files_hold_the_curves_and_a_resumed_run_replaces_later_poin
         "eval/seconds": [(5, 1.5)],
         "save/blocked_seconds": [(5, 0.125)],
     }
+    # Indented by four is code in Markdown: shown as it is.
+    [text] = seen.Tensors("samples/a:7/text_summary")[-1:]
+    assert (text.step, text.tensor_proto.string_val[0].decode()) == (
+        5,
+        "prompt\n\n    *Hi*\n    \n    you\n\nexpected\n\n    1\n\nanswer\n\n    <b>\n",
+    )
 
 
 class Calls:

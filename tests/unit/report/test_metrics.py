@@ -198,4 +198,5 @@ def test_the_docs_name_every_event_and_the_fields_that_are_written() -> None:
     events = documented()
     assert list(events) == list(get_args(EventName))
     assert events["start"] == {"run_id"} | {field.name for field in fields(StartFacts)}
+    assert events["sample"] == {"step", "sample_id", "prompt", "expected", "answer"}
     assert events["save"] == {field.name for field in fields(SaveRecord)}

@@ -34,6 +34,8 @@ def run_two_steps(console: Console) -> None:
     with Progress(total_steps=4, first_step=2, console=console, clock=lambda: 0.0) as progress:
         progress.step(facts(3), log=False)
         progress.evaluated(3, loss=0.75)
+        answer = "one\n" * 40
+        progress.sampled(3, sample_id="a.jsonl:7", prompt="x" * 200, expected="1", answer=answer)
         progress.saving(3)
         progress.step(facts(4))
         progress.saved(3, blocked_seconds=0.101, committed_seconds=1.5)
@@ -52,6 +54,10 @@ def test_without_a_terminal_logged_steps_saves_and_notes_are_lines() -> None:
     run_two_steps(Console(file=stream, width=20))
     assert stream.getvalue().splitlines() == [
         "step 3/4  eval loss 0.7500",
+        "step 3/4  sample a.jsonl:7",
+        "  prompt    ..." + "x" * 97,
+        "  expected  1",
+        "  answer    " + "one " * 24 + "o...",
         "step 4/4  loss 0.5123  lr 2.00e-04  grad norm 1.26  1,234 tokens/s  2.10 GB",
         "step_3 saved: on disk after 1.50 s, training waited 0.10 s",
         "the disk is nearly full",
