@@ -20,6 +20,7 @@ import numpy.typing as npt
 from legato.data.build import build_data
 from legato.data.chat import ChatFormatter
 from legato.data.formats import DatasetSpec
+from legato.data.pruning import mark_used, prune_rows
 from legato.data.samples import DataReport, DatasetReport, TokenizedData
 from legato.data.sources import local_files
 
@@ -84,12 +85,14 @@ def build_cached(
     entry = folder / key
     data = load_rows(entry)
     if data is not None:
+        mark_used(entry)
         return _noted(data, f"tokenized rows: read from {entry}")
     data = build_data(specs, formatter=formatter, **options)
     try:
         store_rows(entry, data)
     except OSError as error:
         return _noted(data, f"tokenized rows: not kept, {entry}: {error.strerror or error}")
+    prune_rows(folder)
     return _noted(data, f"tokenized rows: made, and kept in {entry}")
 
 
