@@ -97,6 +97,7 @@ class Loader:
                 "sizes must be at least 1, and the rank below the world size"
             )
         self._data = data
+        self._epoch_rows = (0, data.at_epoch(0))
         self._order = EpochOrder(data, seed=seed, shuffle=shuffle)
         if len(self._order) == 0:
             raise DataError(
@@ -146,19 +147,31 @@ class Loader:
 
     def micro_batches(self, step: int) -> list[Batch]:
         """This rank's part of ``step`` (from 1); the same number of batches on every rank."""
-        return [self._batch(rows) for rows in self.micro_batch_rows(step)]
+        data = self._rows_at(step)
+        return [self._batch(data, rows) for rows in self.micro_batch_rows(step)]
+
+    def _rows_at(self, step: int) -> Rows:
+        """The data's rows in the epoch of ``step``."""
+        epoch, known = self.epoch_of(step), self._epoch_rows
+        if known[0] != epoch:
+            known = self._epoch_rows = (epoch, self._data.at_epoch(epoch))
+        return known[1]
 
     def micro_batch_rows(self, step: int) -> list[list[int]]:
         """Numbers of the rows in each of this rank's micro-batches; none in one of padding only."""
         rows = self.step_rows(step)
-        longest_first = sorted(rows, key=lambda i: -int(self._data.lengths[i]))
+        lengths = self._rows_at(step).lengths
+        longest_first = sorted(rows, key=lambda i: -int(lengths[i]))
         mine = longest_first[self._rank :: self._world_size]
         most = math.ceil(len(rows) / self._world_size)
         return [mine[first : first + self.batch_size] for first in range(0, most, self.batch_size)]
 
     def width(self, rows: Sequence[int]) -> int:
         """Slots of each row, in tokens, of a micro-batch of these rows."""
-        longest = max((int(self._data.lengths[i]) for i in rows), default=1)
+        return self._width([int(self._data.lengths[i]) for i in rows])
+
+    def _width(self, lengths: Sequence[int]) -> int:
+        longest = max(lengths, default=1)
         return next((bucket for bucket in self._buckets if bucket >= longest), longest)
 
     def num_tokens(self, rows: Sequence[int]) -> int:
@@ -169,9 +182,10 @@ class Loader:
         """What step 1 begins with; None if there are no steps."""
         return self._data.documents(self.step_rows(1)[0])[0] if self.steps_per_epoch else None
 
-    def _batch(self, rows: list[int]) -> Batch:
+    def _batch(self, data: Rows, rows: list[int]) -> Batch:
         num_rows = self.batch_size if self._fill_rows else max(1, len(rows))
-        width = self.width(rows)
+        lengths = [int(data.lengths[i]) for i in rows]
+        width = self._width(lengths)
         input_ids = np.full((num_rows, width), self._pad_id, dtype=np.int64)
         trained = np.zeros((num_rows, width), dtype=np.bool_)
         # Padding is a document of its own, behind the last one.
@@ -179,7 +193,7 @@ class Loader:
         sample_ids: list[str] = []
         for b, i in enumerate(rows):
             start = 0
-            for document in self._data.documents(i):
+            for document in data.documents(i):
                 end = start + len(document.input_ids)
                 input_ids[b, start:end] = document.input_ids
                 trained[b, start:end] = document.trained
@@ -191,7 +205,7 @@ class Loader:
             input_ids=torch.from_numpy(input_ids),
             trained=torch.from_numpy(trained),
             sample_ids=tuple(sample_ids),
-            num_tokens=self.num_tokens(rows),
+            num_tokens=sum(lengths),
             num_loss_tokens=int(np.count_nonzero(trained)),
-            position_ids=torch.from_numpy(position_ids) if self._data.is_packed else None,
+            position_ids=torch.from_numpy(position_ids) if data.is_packed else None,
         )

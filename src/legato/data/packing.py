@@ -9,9 +9,16 @@ from typing import ClassVar
 
 import numpy as np
 
-from legato.data.order import BEFORE_ALL_EPOCHS, permutation
+from legato.data.order import permutation
 from legato.data.samples import Indices, Sample, TokenizedData
 from legato.errors import ConfigError
+
+# Draws of packs, apart from those of an epoch's order.
+_STREAMS = 2**32
+# Another order fills nearly as many rows, seldom exactly as many: this share more makes room for
+# the packs of other epochs.
+_SPARE_ROWS = 0.005
+_ATTEMPTS = 8
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,7 @@ class PackedData:
         lengths: Tokens of each row, int64 ``[R]``.
         datasets: Number of each row's data set, int64 ``[R]``.
         max_seq_len: Most tokens of a row.
+        seed: Of the packs of other epochs.
     """
 
     is_packed: ClassVar[bool] = True
@@ -37,6 +45,7 @@ class PackedData:
     lengths: Indices
     datasets: Indices
     max_seq_len: int
+    seed: int
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -57,13 +66,46 @@ class PackedData:
         members = self.members[start : start + int(self.counts[row])]
         return [self.samples[int(i)] for i in members]
 
+    def at_epoch(self, epoch: int) -> PackedData:
+        """The rows of another epoch (from 0): other packs, as many of each data set as here.
+
+        Args:
+            epoch: Which.
+
+        Returns:
+            A pure function of the samples, the seed and the epoch. Where a data set's samples find
+            no place in as many rows, they stay as they are in the first epoch.
+        """
+        if epoch == 0:
+            return self
+        packs: list[list[int]] = []
+        for number in range(len(self.weights)):
+            packs += self._packs_of(number, epoch=epoch)
+        return _as_rows(self.samples, packs, max_seq_len=self.max_seq_len, seed=self.seed)
+
+    def _packs_of(self, number: int, *, epoch: int) -> list[list[int]]:
+        rows = np.flatnonzero(self.datasets == number)
+        members = np.flatnonzero(self.samples.datasets == number)
+        for attempt in range(_ATTEMPTS):
+            order = _order(
+                len(members), seed=self.seed, epoch=epoch, number=number, attempt=attempt
+            )
+            packs = _fit(self.samples, members[order], max_seq_len=self.max_seq_len)
+            if len(packs) <= len(rows):
+                return _spread(packs, len(rows))
+        starts, counts = self.starts[rows], self.counts[rows]
+        return [
+            self.members[start : start + count].tolist()
+            for start, count in zip(starts, counts, strict=True)
+        ]
+
 
 def pack_samples(data: TokenizedData, *, max_seq_len: int, seed: int) -> PackedData:
     """Put samples together into rows of at most ``max_seq_len`` tokens; none is cut.
 
-    Packs are made once for a run: a row is a pack from then on, so that an epoch's order, a step's
-    rows and the place to resume at stay what they are without packing. A row holds samples of one
-    data set, so that weights apply to rows.
+    Every epoch has other packs and as many rows: so a step's rows and the place to resume at are
+    what they are without packing. A row holds samples of one data set, so that weights apply to
+    rows.
 
     Args:
         data: Samples of at most ``max_seq_len`` tokens each.
@@ -71,7 +113,7 @@ def pack_samples(data: TokenizedData, *, max_seq_len: int, seed: int) -> PackedD
         seed: Of the order in which samples look for a place.
 
     Returns:
-        The rows: a pure function of the arguments.
+        The rows of the first epoch: a pure function of the arguments.
 
     Raises:
         ConfigError: A sample is longer than a row.
@@ -83,12 +125,42 @@ def pack_samples(data: TokenizedData, *, max_seq_len: int, seed: int) -> PackedD
     packs: list[list[int]] = []
     for number in range(len(data.weights)):
         members = np.flatnonzero(data.datasets == number)
-        # Not longest first: rows would hold samples of like length only, and a step's rows are to
-        # be a fair draw. The random order fills rows nearly as well.
-        order = permutation(len(members), seed=seed, epoch=BEFORE_ALL_EPOCHS, stream=1 + number)
-        members = members[order]
-        places = best_fit(data.lengths[members].tolist(), capacity=max_seq_len)
-        packs += [[int(members[i]) for i in place] for place in places]
+        order = _order(len(members), seed=seed, epoch=0, number=number)
+        places = _fit(data, members[order], max_seq_len=max_seq_len)
+        num_rows = len(places) + int(len(places) * _SPARE_ROWS)
+        packs += _spread(places, num_rows)
+    return _as_rows(data, packs, max_seq_len=max_seq_len, seed=seed)
+
+
+def _order(length: int, *, seed: int, epoch: int, number: int, attempt: int = 0) -> Indices:
+    # Not longest first: rows would hold samples of like length only, and a step's rows are to be a
+    # fair draw. A random order fills rows nearly as well.
+    stream = _STREAMS + attempt * 2**24 + number
+    return permutation(length, seed=seed, epoch=epoch, stream=stream)
+
+
+def _fit(data: TokenizedData, samples: Indices, *, max_seq_len: int) -> list[list[int]]:
+    places = best_fit(data.lengths[samples].tolist(), capacity=max_seq_len)
+    return [[int(samples[i]) for i in place] for place in places]
+
+
+def _spread(packs: list[list[int]], num_rows: int) -> list[list[int]]:
+    """The packs, as many as ``num_rows``: those of most samples are cut in two for it."""
+    packs = list(packs)
+    while len(packs) < num_rows:
+        fullest = sorted(range(len(packs)), key=lambda i: -len(packs[i]))
+        chosen = [i for i in fullest[: num_rows - len(packs)] if len(packs[i]) > 1]
+        if not chosen:  # a sample in each
+            break
+        for i in chosen:
+            packs.append(packs[i][1::2])
+            packs[i] = packs[i][::2]
+    return packs
+
+
+def _as_rows(
+    data: TokenizedData, packs: list[list[int]], *, max_seq_len: int, seed: int
+) -> PackedData:
     counts = np.array([len(pack) for pack in packs], dtype=np.int64)
     starts = np.cumsum(counts) - counts
     flat = np.array([i for pack in packs for i in pack], dtype=np.int64)
@@ -100,6 +172,7 @@ def pack_samples(data: TokenizedData, *, max_seq_len: int, seed: int) -> PackedD
         lengths=np.add.reduceat(data.lengths[flat], starts) if packs else counts,
         datasets=data.datasets[flat[starts]] if packs else counts,
         max_seq_len=max_seq_len,
+        seed=seed,
     )
 
 

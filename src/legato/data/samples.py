@@ -146,6 +146,9 @@ class Rows(Protocol):
     def documents(self, row: int) -> list[Sample]:
         """The samples of one row, in their order."""
 
+    def at_epoch(self, epoch: int) -> Rows:
+        """What the rows are in an epoch (from 0): as many, of the same data sets."""
+
 
 @dataclass(frozen=True)
 class TokenizedData:
@@ -194,6 +197,10 @@ class TokenizedData:
     def documents(self, row: int) -> list[Sample]:
         """The one sample of a row."""
         return [self[row]]
+
+    def at_epoch(self, epoch: int) -> TokenizedData:
+        """Rows of one sample are the same in every epoch."""
+        return self
 
     def sample_id(self, index: int) -> str:
         """The id of one sample, without touching its tokens."""

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from legato.data.loader import Loader
-from legato.data.packing import best_fit, pack_samples
+from legato.data.packing import PackedData, best_fit, pack_samples
 from legato.errors import ConfigError
 from tests.helpers.rows import as_data, random_rows
 
@@ -52,6 +55,73 @@ def test_a_row_holds_samples_of_one_data_set_so_that_weights_apply_to_rows() -> 
     loader = Loader(packed, global_batch_size=1, batch_size=1, seed=0, pad_id=0)
     visited = [loader.step_rows(step)[0] for step in range(1, loader.steps_per_epoch + 1)]
     assert sorted(visited) == [0, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("num_samples", [7, 900])
+def test_every_epoch_has_other_packs_of_the_same_samples_and_as_many_of_them(
+    num_samples: int,
+) -> None:
+    draw = np.random.default_rng(1)
+    lengths = draw.integers(3, 30, size=num_samples).tolist()
+    datasets = draw.integers(0, 2, size=num_samples).tolist()
+    data = as_data(random_rows(lengths), datasets=datasets, weights=(1.0, 1.0))
+    first, again = (pack_samples(data, max_seq_len=60, seed=3) for _ in range(2))
+    assert first.at_epoch(0) is first
+    epochs = [first.at_epoch(epoch) for epoch in range(5)]
+    for rows in epochs:
+        assert sorted(rows.members.tolist()) == list(range(num_samples))
+        assert sorted(rows.datasets.tolist()) == sorted(first.datasets.tolist())
+        assert rows.lengths.max() <= 60
+        assert rows.efficiency == first.efficiency
+        for row in range(len(rows)):
+            assert len({data.datasets[i] for i in members_of(rows, row)}) == 1
+    assert again.at_epoch(4).members.tolist() == epochs[4].members.tolist()
+    if num_samples > 100:
+        packs = [{frozenset(members_of(rows, i)) for i in range(len(rows))} for rows in epochs]
+        for one, other in itertools.combinations(packs, 2):
+            assert len(one & other) < 0.1 * len(one)
+
+
+def members_of(rows: PackedData, row: int) -> list[int]:
+    start = int(rows.starts[row])
+    return [int(i) for i in rows.members[start : start + int(rows.counts[row])]]
+
+
+def test_a_loader_deals_the_packs_of_its_epoch() -> None:
+    data = as_data(random_rows([4, 5, 6, 7] * 20))
+    packed = pack_samples(data, max_seq_len=22, seed=0)
+    loader = Loader(packed, global_batch_size=4, batch_size=2, seed=0, pad_id=0)
+    for epoch in (0, 2, 1):
+        steps = range(1 + epoch * loader.steps_per_epoch, 1 + (epoch + 1) * loader.steps_per_epoch)
+        batches = [batch for step in steps for batch in loader.micro_batches(step)]
+        assert sorted(i for batch in batches for i in batch.sample_ids) == sorted(
+            data.sample_id(i) for i in range(80)
+        )
+        rows = packed.at_epoch(epoch)
+        (row, _), *_ = loader.micro_batch_rows(steps[0])
+        expected = tuple(document.sample_id for document in rows.documents(row))
+        assert batches[0].sample_ids[: len(expected)] == expected
+
+
+def test_packs_stay_those_of_the_first_epoch_where_another_order_needs_more_rows() -> None:
+    """By hand: two rows, which only one way of packing fits into."""
+    data = as_data(random_rows([6, 4, 5, 3, 2]))
+    packed = pack_samples(data, max_seq_len=10, seed=0)
+    exact = replace(
+        packed,
+        members=np.array([0, 1, 2, 3, 4]),
+        starts=np.array([0, 2]),
+        counts=np.array([2, 3]),
+        lengths=np.array([10, 10]),
+        datasets=np.array([0, 0]),
+    )
+    for epoch in range(1, 30):
+        rows = exact.at_epoch(epoch)
+        assert len(rows) == 2
+        assert {frozenset(members_of(rows, i)) for i in (0, 1)} == {
+            frozenset({0, 1}),
+            frozenset({2, 3, 4}),
+        }
 
 
 def test_a_sample_longer_than_a_row_is_refused() -> None:
