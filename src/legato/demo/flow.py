@@ -8,10 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 from legato import recipes
 from legato.config.load import load_config
+from legato.data.show import marked_sample
 from legato.demo import story
 from legato.demo.measure import Answers, answer_orders, read_answers, write_answers
 from legato.demo.orders import INSTRUCTION, OrderData, make_orders, write_messages
@@ -19,6 +21,7 @@ from legato.errors import CheckpointNotFoundError, UsageError
 from legato.generate import generate_batch, load_for_generation
 from legato.models.download import download_model
 from legato.parallel.world import pick_device
+from legato.recipes.data import first_samples, read_samples
 from legato.report.metrics import read_events
 from legato.report.start import human_seconds
 
@@ -131,6 +134,8 @@ def run_demo(
     paths.folder.mkdir(parents=True, exist_ok=True)
     _get_model(paths, show=show)
     _write_data(paths, data, show=show)
+    _write_config(paths, steps=steps, batch_size=batch_size)
+    _show_data(paths, show=show)
     device = pick_device("auto")
 
     if read_answers(paths.before) is None:
@@ -147,7 +152,7 @@ def run_demo(
         show("3/5  before      measured already")
 
     show(f"4/5  training    {steps} steps; its config: {paths.config}\n")
-    _train(paths, steps=steps, batch_size=batch_size)
+    _train(paths, steps=steps)
 
     show(f"\n5/5  after       step_{steps} answers the same orders ...\n")
     after = answer_orders(
@@ -209,7 +214,7 @@ def _write_data(paths: DemoPaths, data: OrderData, *, show: Callable[[str], None
     )
 
 
-def _train(paths: DemoPaths, *, steps: int, batch_size: int) -> None:
+def _write_config(paths: DemoPaths, *, steps: int, batch_size: int) -> None:
     text = CONFIG.format(
         config_path=paths.config,
         output_dir=paths.run,
@@ -221,6 +226,19 @@ def _train(paths: DemoPaths, *, steps: int, batch_size: int) -> None:
         seed=SEED,
     )
     paths.config.write_text(text, encoding="utf-8")
+
+
+def _show_data(paths: DemoPaths, *, show: Callable[[str], None]) -> None:
+    """Show one sample as `legato data show` does: what the model sees, and what it must say."""
+    config = load_config(str(paths.config), []).config
+    samples = read_samples(config, start_date=date.today())
+    [first] = first_samples(samples.train, count=1, seed=config.seed)
+    show("one of them, what is trained between [[ and ]]:")
+    show(marked_sample(first, samples.tokenizer, brackets=True).plain)
+    show(f"more of them: legato data show {paths.config}")
+
+
+def _train(paths: DemoPaths, *, steps: int) -> None:
     loaded = load_config(str(paths.config), [])
     recipes.run(loaded.config, config_name=loaded.name, config_yaml=loaded.yaml)
     if not paths.step_dir(steps).is_dir():

@@ -26,6 +26,17 @@ def test_the_demo_runs_goes_on_and_is_done(
     folder = tmp_path / "demo"
     assert demo(folder, tiny_model_dir, "--steps", "2") == 0
     told = capsys.readouterr().out
+    data, _, sample = told.partition("one of them, what is trained between [[ and ]]:\n")
+    assert "384 orders to learn from, 80 held out (24 more with unseen names)" in data
+    sample, _, rest = sample.partition(f"\nmore of them: legato data show {folder / 'demo.yaml'}\n")
+    learned = [json.loads(line)["messages"] for line in (folder / "orders.jsonl").open()]
+    assert sample in [
+        f"<|im_start|>system\n{system['content']}<|im_end|>\n"
+        f"<|im_start|>user\n{user['content']}<|im_end|>\n"
+        f"<|im_start|>assistant\n[[{answer['content']}<|im_end|>]]"
+        for system, user, answer in learned
+    ]
+    assert rest.startswith("3/5  before ")
     assert "3/5  before      the untouched model answers 104 orders" in told
     assert "exact, new phrasings and combinations 0 of 80    0 of 80" in told
     assert steps_in(folder) == {"step_1", "step_2"}
