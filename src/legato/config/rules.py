@@ -163,7 +163,7 @@ ONLY_WITH = (
         "the packaged templates read no variables",
     ),
     OnlyWith(
-        ("roles_to_train",),
+        ("roles_to_train", "turns_to_train"),
         ("train_on_inputs",),
         lambda c: not c.train_on_inputs,
         "train_on_inputs: true trains every turn",

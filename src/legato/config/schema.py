@@ -121,6 +121,11 @@ class RunConfig(Section):
     roles_to_train: TextList = key(
         ["assistant"], "Whose turns are trained.", on_resume="refuse", min_length=1
     )
+    turns_to_train: Literal["all", "last"] = key(
+        "all",
+        "Of the turns of these roles, all, or the last one of each conversation.",
+        on_resume="refuse",
+    )
     special_tokens_in_text: Literal["error", "allow"] = key(
         "error", "What to do when a row's text holds a control token.", on_resume="refuse"
     )

@@ -14,7 +14,9 @@ class DatasetConfig(Section):
     """One source of rows: a file, a glob, a folder or a data set on the hub."""
 
     path: str = key(..., "File, glob, folder or hub name.", on_resume="refuse", min_length=1)
-    type: Literal["alpaca", "messages", "sharegpt", "prompt_completion", "text"] | None = key(
+    type: (
+        Literal["alpaca", "messages", "sharegpt", "prompt_completion", "segments", "text"] | None
+    ) = key(
         None,
         "Format of the rows; detected from the columns when absent, and said aloud.",
         on_resume="refuse",

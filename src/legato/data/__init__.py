@@ -2,7 +2,8 @@
 
 from legato.data.build import build_data, split_validation
 from legato.data.chat import ChatFormatter
-from legato.data.formats import DatasetSpec, Example, Message
+from legato.data.examples import Example, Message, Segment
+from legato.data.formats import DatasetSpec
 from legato.data.loader import Batch, Loader
 from legato.data.samples import DataReport, DatasetReport, Sample, TokenizedData
 from legato.data.show import marked_sample
@@ -11,6 +12,7 @@ __all__ = [
     "DatasetSpec",
     "Example",
     "Message",
+    "Segment",
     "ChatFormatter",
     "Sample",
     "TokenizedData",

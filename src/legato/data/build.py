@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from legato.data.chat import ChatFormatter
-from legato.data.formats import DatasetSpec, Example, check_columns, convert_row, detect_format
+from legato.data.examples import Example
+from legato.data.formats import DatasetSpec, check_columns, convert_row, detect_format
 from legato.data.order import BEFORE_ALL_EPOCHS, permutation
 from legato.data.samples import (
     DataReport,

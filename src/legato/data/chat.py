@@ -14,10 +14,11 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from legato.data.formats import ROLES, Example, Message
+from legato.data.bounds import token_bounds, tokens_of
+from legato.data.examples import ROLES, Example, Message, with_call_ids
 from legato.data.samples import Indices, Mask, Sample, Tally
-from legato.data.spans import PlannedText, Span, TemplateProblem, plan_texts
-from legato.data.templates import opening_ids, resolve_template
+from legato.data.spans import PlannedText, Span, TemplateProblem, plan_segments, plan_texts
+from legato.data.templates import opening_ids, resolve_template, stop_ids
 from legato.errors import ConfigError, DataError
 
 STOP_APPENDED = "answers without a stop token in the template, appended"
@@ -25,6 +26,7 @@ STRADDLING = (
     "answers that begin inside a token which also holds the end of the prompt, and which inference "
     "never sees (strip the white space at their beginning)"
 )
+SEGMENTS_STOPPED = "rows whose last segment is trained and ends without a stop token, appended"
 EMPTY = "trained turns that are empty, so that only the stop token is trained"
 MARKS_DIFFER = (
     "answers that aren't what the template's {% generation %} marks "
@@ -47,6 +49,7 @@ class ChatFormatter:
         template_kwargs: Variables for the template.
         train_on_inputs: Train every token, not only the answers.
         roles_to_train: Whose turns are trained.
+        turns_to_train: ``all`` of them, or only the ``last`` one of each conversation.
         special_tokens_in_text: ``error`` refuses a row whose text holds a control token's name;
             ``allow`` lets the tokenizer read it as that token.
         eos_ids: Stop tokens of the model's generation config; the tokenizer's own joins them.
@@ -70,6 +73,7 @@ class ChatFormatter:
         template_kwargs: Mapping[str, Any] | None = None,
         train_on_inputs: bool = False,
         roles_to_train: Sequence[str] = ("assistant",),
+        turns_to_train: str = "all",
         special_tokens_in_text: str = "error",
         eos_ids: Iterable[int] | int | None = None,
         start_date: dt.date | None = None,
@@ -83,12 +87,13 @@ class ChatFormatter:
         if unknown or not roles_to_train:
             raise ConfigError(f"roles_to_train: {list(roles_to_train)}: some of {', '.join(ROLES)}")
         self._tokenizer = tokenizer
-        self.stop_ids = _stop_ids(tokenizer, eos_ids)
+        self.stop_ids = stop_ids(tokenizer, eos_ids)
         self._stop_id = (
             tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(self.stop_ids)
         )
         self._train_on_inputs = train_on_inputs
         self._roles_to_train = frozenset(roles_to_train)
+        self._turns_to_train = turns_to_train
         control = sorted(t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
         self._control_tokens = re.compile("|".join(map(re.escape, control))) if control else None
         self._control_tokens_allowed = special_tokens_in_text == "allow"
@@ -99,6 +104,7 @@ class ChatFormatter:
         self.notes = (template_found.note,) if template_found.note else ()
         self._rendered_template = template_found.frozen
         self._has_marks = template_found.marks_answers
+        self._names_calls = template_found.names_calls
         self._opening = opening_ids(tokenizer)
         self._variables = tokenizer.special_tokens_map | dict(template_kwargs or {})
 
@@ -111,6 +117,7 @@ class ChatFormatter:
             "variables": self._variables,
             "train_on_inputs": self._train_on_inputs,
             "roles_to_train": sorted(self._roles_to_train),
+            "turns_to_train": self._turns_to_train,
             "control_tokens_allowed": self._control_tokens_allowed,
             "stop_ids": sorted(self.stop_ids),
             "stop_id": self._stop_id,
@@ -163,16 +170,25 @@ class ChatFormatter:
         if example.text is not None:
             self._refuse_control_tokens(example.text, "text")
             return [PlannedText(example.text, ())]
-        for number, message in enumerate(example.messages, start=1):
+        if example.segments:  # control tokens are written out in these
+            return [plan_segments(example.segments)]
+        messages = example.messages
+        if self._names_calls:
+            messages = with_call_ids(messages)
+        for number, message in enumerate(messages, start=1):
             self._refuse_control_tokens(message.content, f"message {number}")
             self._refuse_control_tokens(message.reasoning or "", f"message {number}")
             for call in message.tool_calls:
                 self._refuse_control_tokens(json.dumps(call.for_template()), f"message {number}")
         for tool in example.tools:
             self._refuse_control_tokens(json.dumps(tool), "tools")
-        trained = [i for i, message in enumerate(example.messages) if self._is_trained(message)]
+        trained = [i for i, message in enumerate(messages) if self._is_trained(message)]
+        if self._turns_to_train == "last":
+            trained = trained[-1:]
+        if self._train_on_inputs:  # to be found, so that they can be left out
+            trained = [i for i, m in enumerate(messages) if i in trained or m.is_trained is False]
         render = functools.partial(self._render, tools=example.tools)
-        texts = plan_texts(example.messages, trained=trained, render=render)
+        texts = plan_texts(messages, trained=trained, render=render)
         for tool in example.tools:
             name = tool["function"]["name"]
             if not all(name in text.text for text in texts):
@@ -187,15 +203,16 @@ class ChatFormatter:
                 f"would be trained several times, because {split}"
             )
         if self._has_marks and texts[0].split is None:
-            marks = self._marks(example.messages, tools=example.tools)
+            marks = self._marks(messages, tools=example.tools)
             for span in texts[0].spans:
                 if span.has_stop and not any(a <= span.end <= b for a, b in marks):
                     tally.add(MARKS_DIFFER, example.sample_id)
         return texts
 
     def _is_trained(self, message: Message) -> bool:
-        by_role = message.role in self._roles_to_train
-        return by_role if message.is_trained is None else by_role and message.is_trained
+        if message.role not in self._roles_to_train:
+            return False
+        return not message.is_prompt if message.is_trained is None else message.is_trained
 
     def _refuse_control_tokens(self, text: str, what: str) -> None:
         if self._control_tokens is None or self._control_tokens_allowed:
@@ -249,6 +266,8 @@ class ChatFormatter:
     def _samples(self, example: Example, *, planned: list[Encoded], tally: Tally) -> list[Sample]:
         if example.text is not None:
             return [self._plain_sample(example, ids) for _, ids, _ in planned]
+        if example.segments:
+            return [self._segments_sample(example, *each, tally) for each in planned]
         return [self._sample(example, *each, tally) for each in planned]
 
     def _sample(
@@ -264,26 +283,30 @@ class ChatFormatter:
             sample_id += f"#{planned.spans[0].message + 1}"
             tally.add(SPLIT_OFF + planned.split, sample_id)
         starts, ends = token_bounds(offsets, len(planned.text))
-        trained = np.zeros(len(ids) + 1, dtype=np.bool_)  # the last is for a stop to be appended
+        found = np.zeros(len(ids) + 1, dtype=np.bool_)  # the last is for a stop to be appended
+        left_out = np.zeros_like(found)
         for span in planned.spans:
             message = example.messages[span.message]
-            if not message.content.strip() and not message.tool_calls:
-                tally.add(EMPTY, sample_id)
-            first = int(np.searchsorted(ends, span.start, side="right"))
-            if first < len(ids) and starts[first] < span.start < span.end:
-                tally.add(STRADDLING, sample_id)
-            last = int(np.searchsorted(starts, span.end, side="left")) - 1
+            first, last = tokens_of(span, starts, ends)
             if span.has_stop:
                 last = self._stop(planned, span, ids, starts, ends)
-            trained[first : last + 1] = True
-        if trained[len(ids)]:
+            found[first : last + 1] = True
+            if message.is_trained is False:
+                left_out[first : last + 1] = True
+                continue
+            if not message.content.strip() and not message.tool_calls:
+                tally.add(EMPTY, sample_id)
+            if first < len(ids) and starts[first] < span.start < span.end:
+                tally.add(STRADDLING, sample_id)
+        found[len(ids)] &= not left_out[len(ids)]
+        if found[len(ids)]:
             ids = [*ids, self._stop_id]
             tally.add(STOP_APPENDED, sample_id)
         # What follows the last trained token can't change the loss.
-        kept = int(np.flatnonzero(trained)[-1]) + 1 if trained.any() else len(ids)
+        kept = int(np.flatnonzero(found)[-1]) + 1 if found.any() else len(ids)
         if self._train_on_inputs:
-            trained[:kept] = True
-        return _finished(ids[:kept], trained[:kept], sample_id)
+            found[:kept] = True
+        return _finished(ids[:kept], (found & ~left_out)[:kept], sample_id)
 
     def _stop(
         self, planned: PlannedText, span: Span, ids: list[int], starts: Indices, ends: Indices
@@ -307,10 +330,43 @@ class ChatFormatter:
 
     def _plain_sample(self, example: Example, ids: list[int]) -> Sample:
         """Plain text, opened as the tokenizer itself opens text (a BOS, or nothing), and ended."""
-        ids = [*self._opening, *ids]
+        ids = self._opened(ids)
         if not ids or ids[-1] != self._stop_id:
             ids.append(self._stop_id)
         return _finished(ids, np.ones(len(ids), dtype=np.bool_), example.sample_id)
+
+    def _opened(self, ids: list[int]) -> list[int]:
+        """``ids`` with what opens a text, once, whether it was written out or not."""
+        opening = self._opening
+        return list(ids) if ids[: len(opening)] == opening else [*opening, *ids]
+
+    def _segments_sample(
+        self,
+        example: Example,
+        planned: PlannedText,
+        ids: list[int],
+        offsets: list[tuple[int, int]],
+        tally: Tally,
+    ) -> Sample:
+        """Segments as they stand, opened as text is; the last one is ended if it is trained."""
+        starts, ends = token_bounds(offsets, len(planned.text))
+        trained = np.zeros(len(ids), dtype=np.bool_)
+        for span in planned.spans:
+            first, last = tokens_of(span, starts, ends)
+            if first < len(ids) and starts[first] < span.start < span.end:
+                tally.add(STRADDLING, example.sample_id)
+            trained[first : last + 1] = True
+        opened = self._opened(ids)
+        trained = np.append(np.zeros(len(opened) - len(ids), dtype=np.bool_), trained)
+        if example.segments[-1].is_trained and opened[-1] not in self.stop_ids:
+            opened.append(self._stop_id)
+            trained = np.append(trained, True)
+            tally.add(SEGMENTS_STOPPED, example.sample_id)
+        kept = int(np.flatnonzero(trained)[-1]) + 1 if trained.any() else len(opened)
+        if self._train_on_inputs:
+            trained[:] = True
+            kept = len(opened)
+        return _finished(opened[:kept], trained[:kept], example.sample_id)
 
 
 def _guarded(
@@ -327,38 +383,6 @@ def _guarded(
             raise problem from error.__cause__
         on_bad(problem, example.sample_id)
         return []
-
-
-def _stop_ids(
-    tokenizer: PreTrainedTokenizerBase, eos_ids: Iterable[int] | int | None
-) -> frozenset[int]:
-    ids = {eos_ids} if isinstance(eos_ids, int) else set(eos_ids or ())
-    if tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    if not ids:
-        raise ConfigError(
-            "neither the tokenizer nor the model names an end-of-sequence token: "
-            "the model couldn't learn to stop"
-        )
-    return frozenset(ids)
-
-
-def token_bounds(offsets: Sequence[tuple[int, int]], text_length: int) -> tuple[Indices, Indices]:
-    """First character of each token, and the first character after it.
-
-    A token reaches to where the next one begins, whatever its own end says: some tokenizers report
-    empty offsets. Tokens that share a character (the bytes of an emoji) share its bounds.
-
-    Args:
-        offsets: ``(start, end)`` in characters, as the tokenizer reports them.
-        text_length: Characters of the text.
-
-    Returns:
-        Starts and ends, int64 ``[T]`` each, neither falling.
-    """
-    starts = np.maximum.accumulate(np.array([start for start, _ in offsets], dtype=np.int64))
-    next_start = np.searchsorted(starts, starts, side="right")
-    return starts, np.append(starts, text_length)[next_start]
 
 
 def _finished(ids: Sequence[int], trained: Mask, sample_id: str) -> Sample:

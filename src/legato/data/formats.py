@@ -1,16 +1,17 @@
-"""From a row's columns to an ``Example``: alpaca, messages, sharegpt, prompt_completion, text."""
+"""From a row's columns to an ``Example``: a conversation, segments or plain text."""
 
 from __future__ import annotations
 
 import difflib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+from legato.data.examples import ROLES, Example, Message, Segment
 from legato.data.sources import Row
-from legato.data.tools import ToolCall, read_calls, read_tools
+from legato.data.tools import read_call_id, read_calls, read_tools
 from legato.errors import DataError
 
 
@@ -34,60 +35,20 @@ class DatasetSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
-    """One turn of a conversation.
-
-    Attributes:
-        role: system, user, assistant, or tool for what a tool returned.
-        content: Its text; may be empty beside calls of tools.
-        is_trained: What the row itself says (a weight); None: by role.
-        reasoning: The thinking before the answer, where the row keeps it apart.
-        tool_calls: Tools that the assistant calls in this turn.
-    """
-
-    role: str
-    content: str
-    is_trained: bool | None = None
-    reasoning: str | None = None
-    tool_calls: tuple[ToolCall, ...] = ()
-
-    def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it."""
-        message: dict[str, Any] = {"role": self.role, "content": self.content}
-        if self.reasoning is not None:
-            message["reasoning_content"] = self.reasoning
-        if self.tool_calls:
-            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        return message
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """What a row says, free of its format: a conversation, or plain text."""
-
-    sample_id: str
-    where: str
-    messages: tuple[Message, ...] = ()
-    text: str | None = None
-    tools: tuple[dict[str, Any], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Format:
     """A shape of rows.
 
     Attributes:
         required: Columns that every row has.
         optional: Columns that a row may have.
-        convert: Columns under our names -> messages, or the text.
+        convert: Columns under our names -> messages, segments, or the text.
     """
 
     required: tuple[str, ...]
     optional: tuple[str, ...]
-    convert: Callable[[Mapping[str, Any]], tuple[Message, ...] | str]
+    convert: Callable[[Mapping[str, Any]], tuple[Message, ...] | tuple[Segment, ...] | str]
 
 
-ROLES = ("system", "user", "assistant", "tool")
 SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -120,6 +81,14 @@ def detect_format(columns: Mapping[str, Any], *, where: str) -> tuple[str, dict[
     Raises:
         DataError: Nothing fits; names the columns and what the formats need.
     """
+    if {"chosen", "rejected"} <= columns.keys() and "completion" not in columns:
+        raise DataError(
+            f"{where}: preference pairs ({_listed(columns)}): training on what is chosen over what "
+            "is rejected is not in this version of Legato. To train on the chosen answers alone: "
+            "type: prompt_completion, columns: {completion: chosen}",
+            path=where,
+            columns=tuple(columns),
+        )
     for column in ("messages", "conversations"):
         turns = columns.get(column)
         if isinstance(turns, list) and turns and isinstance(turns[0], dict):
@@ -127,7 +96,7 @@ def detect_format(columns: Mapping[str, Any], *, where: str) -> tuple[str, dict[
                 return "messages", {} if column == "messages" else {"messages": column}
             if "from" in turns[0]:
                 return "sharegpt", {} if column == "conversations" else {"conversations": column}
-    for name in ("prompt_completion", "alpaca", "text"):
+    for name in ("prompt_completion", "alpaca", "segments", "text"):
         if all(column in columns for column in FORMATS[name].required):
             return name, {}
     needs = "; ".join(f"{name}: {', '.join(each.required)}" for name, each in FORMATS.items())
@@ -212,15 +181,25 @@ def convert_row(row: Row, name: str, mapping: Mapping[str, str]) -> Example:
         tools = read_tools(values.pop("tools", None))
         if "tools" not in shape.optional and read_tools(row.columns.get("tools")):
             raise ValueError(f"tools: a {name} row can't call them; messages and sharegpt rows can")
-        made = shape.convert(values)
-        texts = [made] if isinstance(made, str) else [m.content + (m.reasoning or "") for m in made]
-        for text in texts:
-            _check_encodable(text)
+        example = _as_example(row, shape.convert(values), tools)
     except ValueError as error:
         raise DataError(f"{row.where}: {error}", path=row.where) from None
+    return example
+
+
+def _as_example(
+    row: Row,
+    made: tuple[Message, ...] | tuple[Segment, ...] | str,
+    tools: tuple[dict[str, Any], ...],
+) -> Example:
     if isinstance(made, str):
+        _check_encodable(made)
         return Example(row.sample_id, row.where, text=made)
-    return Example(row.sample_id, row.where, messages=made, tools=tools)
+    messages = tuple(each for each in made if isinstance(each, Message))
+    segments = tuple(each for each in made if isinstance(each, Segment))
+    for text in [m.content + (m.reasoning or "") for m in messages] + [s.text for s in segments]:
+        _check_encodable(text)
+    return Example(row.sample_id, row.where, messages=messages, segments=segments, tools=tools)
 
 
 def _check_encodable(text: str) -> None:
@@ -250,7 +229,8 @@ def _prompt_completion(values: Mapping[str, Any]) -> tuple[Message, ...]:
     messages = _system(values)
     prompt, completion = values["prompt"], values["completion"]
     if _is_turns(prompt):
-        messages += [_message(m, number, trained=False) for number, m in enumerate(prompt, start=1)]
+        given = (_message(turn, number) for number, turn in enumerate(prompt, start=1))
+        messages += [replace(message, is_prompt=True) for message in given]
     else:
         messages.append(Message("user", _text(prompt, "prompt", as_json=True)))
     if _is_turns(completion):
@@ -275,7 +255,7 @@ def _messages(values: Mapping[str, Any]) -> tuple[Message, ...]:
     return tuple(_message(turn, number) for number, turn in enumerate(turns, start=1))
 
 
-def _message(turn: object, number: int, *, trained: bool | None = None) -> Message:
+def _message(turn: object, number: int) -> Message:
     where = f"message {number}"
     if not isinstance(turn, dict):
         raise ValueError(
@@ -303,9 +283,10 @@ def _message(turn: object, number: int, *, trained: bool | None = None) -> Messa
     return Message(
         role=str(role),
         content=_text(content, f"{where}: content"),
-        is_trained=trained if not weights else bool(weights[0]),
+        is_trained=bool(weights[0]) if weights else None,
         reasoning=None if reasoning is None else _text(reasoning, f"{where}: reasoning"),
         tool_calls=calls,
+        tool_call_id=read_call_id(turn.get("tool_call_id"), where) if role == "tool" else None,
     )
 
 
@@ -343,6 +324,19 @@ def _sharegpt(values: Mapping[str, Any]) -> tuple[Message, ...]:
     return tuple(messages)
 
 
+def _segments(values: Mapping[str, Any]) -> tuple[Segment, ...]:
+    segments = values["segments"]
+    if not isinstance(segments, list) or not segments:
+        raise ValueError("segments: expected a list of at least one segment")
+    made = []
+    for number, segment in enumerate(segments, start=1):
+        where = f"segment {number}"
+        if not isinstance(segment, dict) or not isinstance(segment.get("label"), bool):
+            raise ValueError(f"{where} isn't an object with text and label (true: it is trained)")
+        made.append(Segment(_text(segment.get("text"), f"{where}: text"), segment["label"]))
+    return tuple(made)
+
+
 def _system(values: Mapping[str, Any]) -> list[Message]:
     return [Message("system", _text(values["system"], "system"))] if values.get("system") else []
 
@@ -367,6 +361,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
         "messages": Format(("messages",), ("tools",), _messages),
         "sharegpt": Format(("conversations",), ("system", "tools"), _sharegpt),
         "prompt_completion": Format(("prompt", "completion"), ("system",), _prompt_completion),
+        "segments": Format(("segments",), (), _segments),
         "text": Format(("text",), (), lambda values: _text(values["text"], "text")),
     }
 )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from legato.data.formats import Message
+from legato.data.examples import Message, Segment
 
 # Two strings that no text contains and no template changes; two, so that a template can't be fitted
 # to one.
@@ -103,6 +103,24 @@ def plan_texts(
     if spans or not alone:
         alone.insert(0, PlannedText(joint, tuple(spans)))
     return alone
+
+
+def plan_segments(segments: Sequence[Segment]) -> PlannedText:
+    """The text that segments are, one after the other.
+
+    Args:
+        segments: Pieces of text.
+
+    Returns:
+        The text; a span for each piece that is trained and isn't empty.
+    """
+    text, spans = "", []
+    for number, segment in enumerate(segments):
+        end = len(text) + len(segment.text)
+        if segment.is_trained and segment.text:
+            spans.append(Span(len(text), end, number, has_stop=False))
+        text += segment.text
+    return PlannedText(text, tuple(spans))
 
 
 def _answer_span(text: str, messages: Sequence[Message], i: int, render: Render) -> Span | Split:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import importlib.resources
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,11 @@ class ChatTemplate:
     def marks_answers(self) -> bool:
         """True if the template says itself, with ``{% generation %}``, what the model produces."""
         return GENERATION_TAG.search(self.text) is not None
+
+    @property
+    def names_calls(self) -> bool:
+        """True if the template writes the ids that join a tool's call and its result."""
+        return "tool_call_id" in self.text
 
 
 def resolve_template(
@@ -72,6 +78,32 @@ def opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
     ids = tokenizer("a")["input_ids"]
     return next((ids[:k] for k in range(len(ids)) if ids[k : k + len(bare)] == bare), [])
+
+
+def stop_ids(
+    tokenizer: PreTrainedTokenizerBase, eos_ids: Iterable[int] | int | None
+) -> frozenset[int]:
+    """Ids after which generation stops.
+
+    Args:
+        tokenizer: Its end-of-sequence token is one of them.
+        eos_ids: Those of the model's generation config.
+
+    Returns:
+        At least one.
+
+    Raises:
+        ConfigError: Nobody names one.
+    """
+    ids = {eos_ids} if isinstance(eos_ids, int) else set(eos_ids or ())
+    if tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    if not ids:
+        raise ConfigError(
+            "neither the tokenizer nor the model names an end-of-sequence token: "
+            "the model couldn't learn to stop"
+        )
+    return frozenset(ids)
 
 
 def _find(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, str]:

@@ -15,14 +15,18 @@ class ToolCall:
     Attributes:
         name: The tool's.
         arguments: By name, JSON values.
+        id: What the tool's result refers to; None: the row has none.
     """
 
     name: str
     arguments: Mapping[str, Any]
+    id: str | None = None
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates expect it."""
+        named = {} if self.id is None else {"id": self.id}
         return {
+            **named,
             "type": "function",
             "function": {"name": self.name, "arguments": dict(self.arguments)},
         }
@@ -77,7 +81,8 @@ def read_calls(value: object, where: str) -> tuple[ToolCall, ...]:
     calls: Sequence[object] = parsed if isinstance(parsed, list) else [parsed]
     made = []
     for call in calls:
-        function = call.get("function", call) if isinstance(call, dict) else None
+        outer = call if isinstance(call, dict) else {}
+        function = outer.get("function", call)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ValueError(f"{where}: a tool call isn't an object with a name")
         arguments = function.get("arguments") or {}
@@ -85,8 +90,33 @@ def read_calls(value: object, where: str) -> tuple[ToolCall, ...]:
             arguments = _parsed(arguments, f"{where}: arguments of {function['name']}")
         if not isinstance(arguments, dict):
             raise ValueError(f"{where}: arguments of {function['name']}: expected an object")
-        made.append(ToolCall(function["name"], arguments))
+        made.append(ToolCall(function["name"], arguments, read_call_id(outer.get("id"), where)))
     return tuple(made)
+
+
+def read_call_id(value: object, where: str) -> str | None:
+    """The name of one call, by which a result says whose it is.
+
+    Args:
+        value: Text, or nothing.
+        where: The turn, for the message.
+
+    Returns:
+        The text; None where there is none.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if value is None or value == "":
+        return None
+    if not isinstance(value, str):
+        raise ValueError(f"{where}: the id of a tool call is {value!r}; expected text")
+    return value
+
+
+def made_up_id(number: int) -> str:
+    """An id for a call that has none: nine letters and digits, the form that Mistral's take."""
+    return f"call{number:05d}"
 
 
 def _parsed(text: str, what: str) -> Any:

@@ -94,6 +94,7 @@ def read_samples(config: RunConfig, *, start_date: date) -> Samples:
         template_kwargs=config.chat_template_kwargs,
         train_on_inputs=config.train_on_inputs,
         roles_to_train=config.roles_to_train,
+        turns_to_train=config.turns_to_train,
         special_tokens_in_text=config.special_tokens_in_text,
         eos_ids=stop_ids(config.model),
         start_date=start_date,

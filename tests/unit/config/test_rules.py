@@ -33,6 +33,10 @@ IGNORED = [
     ({"reshard_after_forward": False}, "reshard_after_forward: this recipe trains on one device"),
     ({"cpu_offload": True}, "cpu_offload: this recipe trains on one device"),
     ({"quantize_base": "none"}, "quantize_base: only frozen weights can be quantized"),
+    (
+        {"train_on_inputs": True, "turns_to_train": "last"},
+        "turns_to_train: train_on_inputs: true trains every turn",
+    ),
     ({"run_val_every_n_steps": 5}, "run_val_every_n_steps: there is nothing to evaluate on"),
     (
         {"metric_for_best_model": "train_loss"},

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from legato.data import ChatFormatter, DatasetSpec, TokenizedData, build_data, split_validation
+from legato.data.sources import BadRow, read_rows
 from legato.errors import ConfigError, DataError
 from tests.helpers import tiny
 
@@ -148,12 +149,34 @@ def test_a_mapping_without_a_type_still_detects_the_format(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "text", ["  \n", "\0", "\u200b", "\u202eabc", "a\r\nb", "\U0001f468\u200d\U0001f469", "x" * 300]
+    "text",
+    [
+        *("", "  \n", "\0", "\u200b", "a\r\nb", "\ufeffa", "x" * 300),
+        *("\u202eabc", "\u0634\u0643\u0631\u0627 abc"),  # right to left
+        *("\U0001f600", "\U0001f468\u200d\U0001f469"),  # an emoji, and one of several characters
+    ],
 )
 def test_odd_texts_are_trained_as_they_are(tmp_path: Path, text: str) -> None:
-    data = build(write(tmp_path / "a.jsonl", ("Hi", text)))
-    trained = data[0].input_ids[data[0].trained]
-    assert tiny.build_tokenizer().decode(trained) == text + "<|im_end|>"
+    data = build(write(tmp_path / "a.jsonl", ("Hi", text), (text, "Ho")))
+    for sample, prompt, answer in ((data[0], "Hi", text), (data[1], text, "Ho")):
+        decode = tiny.build_tokenizer().decode
+        assert decode(sample.input_ids[sample.trained]) == answer + "<|im_end|>"
+        assert decode(sample.input_ids[~sample.trained]) == (
+            f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
+        )
+
+
+@pytest.mark.parametrize("line", [1, 9_000, 17_000])
+def test_a_broken_line_of_a_large_file_is_found_wherever_it_is(tmp_path: Path, line: int) -> None:
+    good = json.dumps({"prompt": "How many? " * 20, "completion": "7" * 20}) + "\n"
+    lines = [good] * 17_000
+    lines[line - 1] = good[:-4] + "\n"
+    path = tmp_path / "large.jsonl"
+    path.write_text("".join(lines))
+    assert path.stat().st_size > 4_000_000
+    broken = [row for row in read_rows(str(path)) if isinstance(row, BadRow)]
+    assert [row.where for row in broken] == [f"{path}:{line}"]
+    assert broken[0].reason.startswith("isn't valid JSON: Unterminated string")
 
 
 def test_options_that_mean_nothing_are_refused_all_at_once() -> None:

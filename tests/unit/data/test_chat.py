@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import datetime as dt
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
-from legato.data import ChatFormatter, Example, Message, marked_sample
-from legato.data.chat import token_bounds
+from legato.data import ChatFormatter, Example, Message, Sample, Segment, marked_sample
+from legato.data.bounds import token_bounds
 from legato.data.samples import Tally
 from legato.errors import ConfigError, DataError
 from tests.helpers import tiny
@@ -258,6 +259,92 @@ def test_train_on_inputs_trains_everything_but_the_first_token() -> None:
     assert marked("phi", *TWO_TURNS[:2], train_on_inputs=True) == [
         "<|user|>[[\nHi<|end|>\n<|assistant|>\nHello there!<|end|>]]"
     ]
+
+
+def test_train_on_inputs_leaves_out_messages_of_weight_zero() -> None:
+    hi, hello, bye, see_you = TWO_TURNS
+    untrained = [replace(message, is_trained=False) for message in TWO_TURNS]
+    assert marked("phi", hi, untrained[1], bye, see_you, train_on_inputs=True) == [
+        "<|user|>[[\nHi<|end|>\n<|assistant|>\n]]Hello there!<|end|>"
+        "[[\n<|user|>\nBye<|end|>\n<|assistant|>\nSee you.<|end|>]]"
+    ]
+    # The last one: the question before it is trained all the same.
+    assert marked("phi", hi, hello, bye, untrained[3], train_on_inputs=True) == [
+        "<|user|>[[\nHi<|end|>\n<|assistant|>\nHello there!<|end|>"
+        "\n<|user|>\nBye<|end|>\n<|assistant|>\n]]See you.<|end|>"
+    ]
+    assert marked("phi", untrained[0], hello, train_on_inputs=True) == [
+        "<|user|>[[\n]]Hi[[<|end|>\n<|assistant|>\nHello there!<|end|>]]"
+    ]
+
+
+@pytest.mark.parametrize("is_prompt_trained", [False, True])
+def test_a_rows_prompt_is_trained_with_inputs_only(is_prompt_trained: bool) -> None:
+    prompt = [replace(message, is_prompt=True) for message in TWO_TURNS[:3]]
+    found = marked("phi", *prompt, TWO_TURNS[3], train_on_inputs=is_prompt_trained)
+    opened, between = ("[[", "") if is_prompt_trained else ("", "[[")
+    assert found == [
+        f"<|user|>{opened}\nHi<|end|>\n<|assistant|>\nHello there!<|end|>\n"
+        f"<|user|>\nBye<|end|>\n<|assistant|>\n{between}See you.<|end|>]]"
+    ]
+
+
+def test_only_the_last_turn_is_trained_where_that_is_asked_for() -> None:
+    everything = "<|user|>\nHi<|end|>\n<|assistant|>\nHello there!<|end|>\n"
+    assert marked("phi", *TWO_TURNS, turns_to_train="last") == [
+        everything + "<|user|>\nBye<|end|>\n<|assistant|>\n[[See you.<|end|>]]"
+    ]
+    # Of the turns that weights leave.
+    unweighted = replace(TWO_TURNS[3], is_trained=False)
+    assert marked("phi", *TWO_TURNS[:3], unweighted, turns_to_train="last") == [
+        "<|user|>\nHi<|end|>\n<|assistant|>\n[[Hello there!<|end|>]]"
+    ]
+
+
+SEGMENTS = (
+    Segment("<|user|>\nHi<|end|>\n", False),
+    Segment("<|assistant|>\n", False),
+    Segment("Hello there!", True),
+    Segment("<|end|>", True),
+    Segment("\nBye", False),
+)
+
+
+def segmented(
+    *segments: Segment, tally: Tally | None = None, **options: object
+) -> tuple[str, Sample]:
+    row = Example("a:1", "data/a:1", segments=segments)
+    ((sample,),) = formatter("phi", **options).format([row], tally=tally)
+    return marked_sample(sample, SHAPES["phi"].tokenizer(), brackets=True).plain, sample
+
+
+def test_segments_are_trained_as_they_say_without_a_template() -> None:
+    text, _ = segmented(*SEGMENTS)
+    assert text == "<|user|>\nHi<|end|>\n<|assistant|>\n[[Hello there!<|end|>]]"
+    text, _ = segmented(*SEGMENTS, train_on_inputs=True)
+    assert text == "<|user|>[[\nHi<|end|>\n<|assistant|>\nHello there!<|end|>\nBye]]"
+
+
+def test_a_last_segment_that_is_trained_gets_its_stop_and_that_is_counted() -> None:
+    tally = Tally()
+    text, sample = segmented(*SEGMENTS[:3], tally=tally)
+    assert text == "<|user|>\nHi<|end|>\n<|assistant|>\n[[Hello there!<|endoftext|>]]"
+    assert sample.trained[-1]
+    assert tally.examples == {
+        "rows whose last segment is trained and ends without a stop token, appended": ["a:1"]
+    }
+    tally = Tally()
+    segmented(*SEGMENTS[:4], tally=tally)
+    assert tally.counts == {}
+
+
+def test_segments_are_opened_as_the_tokenizer_opens_text_and_only_once() -> None:
+    made = ChatFormatter(_adding_bos(SHAPES["llama2"]))
+    for written in ("", "<s>"):
+        row = Example("a:1", "a:1", segments=(Segment(f"{written}Hi", False), Segment("Ho", True)))
+        ((sample,),) = made.format([row])
+        assert (sample.input_ids == sample.input_ids[0]).sum() == 1
+        assert sample.input_ids[0] == 0
 
 
 def test_train_on_inputs_refuses_turns_that_need_samples_of_their_own() -> None:

@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 
-from legato.data.formats import FORMATS, Message, check_columns, convert_row, detect_format
+from legato.data.examples import Message
+from legato.data.formats import FORMATS, check_columns, convert_row, detect_format
 from legato.data.sources import Row
 from legato.errors import DataError
 
 
-def convert(kind: str, columns: dict[str, Any], **mapping: str) -> list[tuple[str, str]] | str:
+def convert(kind: str, columns: dict[str, Any], **mapping: str) -> list[tuple[Any, str]] | str:
     made = convert_row(Row("a:1", "data/a:1", columns), kind, mapping)
+    if made.segments:
+        return [(segment.is_trained, segment.text) for segment in made.segments]
     return made.text if made.text is not None else [(m.role, m.content) for m in made.messages]
 
 
@@ -65,6 +68,11 @@ def convert(kind: str, columns: dict[str, Any], **mapping: str) -> list[tuple[st
                 "completion": [{"role": "assistant", "content": "Ho"}],
             },
             [("user", "Hi"), ("assistant", "Ho")],
+        ),
+        (
+            "segments",
+            {"segments": [{"label": False, "text": "<s>Hi\n"}, {"label": True, "text": "Ho"}]},
+            [(False, "<s>Hi\n"), (True, "Ho")],
         ),
         ("text", {"text": " a\r\n\0"}, " a\r\n\0"),
     ],
@@ -124,7 +132,8 @@ def test_a_prompt_of_messages_is_not_trained_even_where_it_holds_answers() -> No
         "completion": [{"role": "assistant", "content": "Ha"}],
     }
     made = convert_row(Row("a:1", "a:1", row), "prompt_completion", {})
-    assert [message.is_trained for message in made.messages] == [False, False, None]
+    assert [message.is_prompt for message in made.messages] == [True, True, False]
+    assert [message.is_trained for message in made.messages] == [None, None, None]
 
 
 @pytest.mark.parametrize(
@@ -193,6 +202,18 @@ def test_a_prompt_of_messages_is_not_trained_even_where_it_holds_answers() -> No
             "tools: entry 1 isn't an object with a name",
         ),
         ("prompt_completion", {"prompt": "a", "completion": None}, "completion is null"),
+        ("segments", {"segments": []}, "segments: expected a list of at least one segment"),
+        (
+            "segments",
+            {"segments": [{"text": "a"}]},
+            "segment 1 isn't an object with text and label",
+        ),
+        ("segments", {"segments": [{"label": True}]}, "segment 1: text is null; expected text"),
+        (
+            "messages",
+            {"messages": [{"role": "tool", "content": "1", "tool_call_id": 7}]},
+            "message 1: the id of a tool call is 7; expected text",
+        ),
         ("text", {"text": 3}, "text is of type int; expected text"),
         ("text", {"text": "ab\ud83d"}, "half of a surrogate pair ('\\ud83d') at position 3"),
     ],
@@ -212,9 +233,34 @@ def test_a_format_that_cannot_be_told_lists_the_columns_and_the_formats() -> Non
     assert str(caught.value) == (
         "gsm8k.jsonl:1: can't tell the format from the columns 'question', 'answer'. The formats "
         "need alpaca: instruction, output; messages: messages; sharegpt: conversations; "
-        "prompt_completion: prompt, completion; text: text. Set type, and map the columns, for "
-        "example: type: prompt_completion, columns: {prompt: question, completion: answer}"
+        "prompt_completion: prompt, completion; segments: segments; text: text. Set type, and map "
+        "the columns, for example: "
+        "type: prompt_completion, columns: {prompt: question, completion: answer}"
     )
+
+
+@pytest.mark.parametrize("others", [["prompt"], ["messages"], []])
+def test_preference_pairs_are_told_from_other_rows_and_refused_as_what_they_are(
+    others: list[str],
+) -> None:
+    turns = [{"role": "user", "content": "Hi"}]
+    row = dict.fromkeys(others, turns) | {"chosen": "Yes.", "rejected": "No."}
+    with pytest.raises(DataError) as caught:
+        detect_format(row, where="pairs.jsonl:1")
+    columns = ", ".join(repr(name) for name in row)
+    assert str(caught.value) == (
+        f"pairs.jsonl:1: preference pairs ({columns}): training on what is chosen over what is "
+        "rejected is not in this version of Legato. To train on the chosen answers alone: "
+        "type: prompt_completion, columns: {completion: chosen}"
+    )
+    # What the message says to do works, without the type too.
+    mapped = row | {"completion": "Yes."}
+    if others == ["prompt"]:
+        assert detect_format(mapped, where="a:1") == ("prompt_completion", {})
+        assert convert("prompt_completion", row, completion="chosen") == [
+            ("user", "Hi"),
+            ("assistant", "Yes."),
+        ]
 
 
 @pytest.mark.parametrize(

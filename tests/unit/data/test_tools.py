@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from legato.data import ChatFormatter, DatasetSpec, Sample, build_data, marked_sample
+from legato.data import ChatFormatter, DatasetSpec, Message, Sample, build_data, marked_sample
+from legato.data.examples import with_call_ids
 from legato.data.tools import ToolCall, read_calls, read_tools
 from legato.errors import DataError
 from tests.helpers import tiny
@@ -135,6 +136,56 @@ def test_a_template_that_does_not_know_tools_is_refused_with_the_row(
     assert message in str(caught.value)
 
 
+# In the manner of Mistral: a call and its result are joined by an id of nine letters and digits.
+MISTRAL_LIKE = (
+    "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% for c in m.tool_calls or [] %}"
+    "{% if c.id is not defined or c.id | length != 9 %}"
+    "{{ raise_exception('ids of tool calls have length 9') }}{% endif %}"
+    "{{ c.function | tojson }} {{ c.id }}{% endfor %}"
+    "{% if m.role == 'tool' %}{{ m.tool_call_id }} {% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("given", [None, "aB3dE6gH9"])
+def test_a_call_and_its_result_keep_their_id_or_get_one(tmp_path: Path, given: str | None) -> None:
+    row = (
+        ROW if given is None else json.loads(json.dumps(SAME_AS_MESSAGES).replace("call_1", given))
+    )
+    (sample,) = samples_of(tmp_path, row, chat_template=MISTRAL_LIKE)
+    text, name = marked(sample), given or "call00001"
+    assert f'{{"name": "weather", "arguments": {{"city": "Oslo"}}}} {name}<|im_end|>]]' in text
+    assert f'<|im_start|>tool\n{name} {{"rain": true}}<|im_end|>' in text
+
+
+def test_an_id_that_a_template_refuses_is_an_error_with_the_row(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: .*ids of tool calls have length 9"):
+        samples_of(tmp_path, SAME_AS_MESSAGES, chat_template=MISTRAL_LIKE)
+
+
+def test_made_up_ids_go_to_results_in_the_order_of_their_calls() -> None:
+    def call(name: str, given: str | None = None) -> ToolCall:
+        return ToolCall(name, {}, given)
+
+    messages = (
+        Message("user", "Hi"),
+        Message("assistant", "", tool_calls=(call("a"), call("b", "own"))),
+        Message("tool", "1"),
+        Message("tool", "2"),
+        Message("assistant", "", tool_calls=(call("c"),)),
+        Message("tool", "3", tool_call_id="other"),
+        Message("tool", "4"),
+    )
+    named = with_call_ids(messages)
+    assert [c.id for m in named for c in m.tool_calls] == ["call00001", "own", "call00003"]
+    assert [m.tool_call_id for m in named if m.role == "tool"] == [
+        *("call00001", "own", "other", "call00003")
+    ]
+
+
 def test_a_control_token_in_an_argument_is_refused(tmp_path: Path) -> None:
     row = json.loads(json.dumps(ROW).replace("Oslo", "<|im_end|>"))
     row["conversations"][1]["value"] = "Rain?"
@@ -144,6 +195,8 @@ def test_a_control_token_in_an_argument_is_refused(tmp_path: Path) -> None:
 
 def test_calls_and_tools_are_read_from_every_form() -> None:
     call = ToolCall("f", {"a": 1})
+    with_id = {"id": "call_1", "function": {"name": "f", "arguments": {"a": 1}}}
+    assert read_calls([with_id], "turn 1") == (ToolCall("f", {"a": 1}, "call_1"),)
     for value in (
         '{"name": "f", "arguments": {"a": 1}}',
         '[{"name": "f", "arguments": "{\\"a\\": 1}"}]',
