@@ -79,6 +79,7 @@ def test_packed_training_is_unpacked_training(tmp_path: Path, tiny_model_dir: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_compiled_blocks_train_on_packed_rows_as_uncompiled_ones_do(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:

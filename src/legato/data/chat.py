@@ -358,7 +358,7 @@ class ChatFormatter:
             trained[first : last + 1] = True
         opened = self._opened(ids)
         trained = np.append(np.zeros(len(opened) - len(ids), dtype=np.bool_), trained)
-        if example.segments[-1].is_trained and opened[-1] not in self.stop_ids:
+        if example.segments[-1].is_trained and not self.stop_ids.intersection(opened[-1:]):
             opened.append(self._stop_id)
             trained = np.append(trained, True)
             tally.add(SEGMENTS_STOPPED, example.sample_id)

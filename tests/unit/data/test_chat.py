@@ -333,18 +333,20 @@ def test_a_last_segment_that_is_trained_gets_its_stop_and_that_is_counted() -> N
     assert tally.examples == {
         "rows whose last segment is trained and ends without a stop token, appended": ["a:1"]
     }
+    assert segmented(Segment("Hi", False), Segment("", True))[0] == "Hi[[<|endoftext|>]]"
     tally = Tally()
     segmented(*SEGMENTS[:4], tally=tally)
     assert tally.counts == {}
 
 
 def test_segments_are_opened_as_the_tokenizer_opens_text_and_only_once() -> None:
-    made = ChatFormatter(_adding_bos(SHAPES["llama2"]))
+    tokenizer = _adding_bos(SHAPES["llama2"])
+    made = ChatFormatter(tokenizer)
     for written in ("", "<s>"):
         row = Example("a:1", "a:1", segments=(Segment(f"{written}Hi", False), Segment("Ho", True)))
         ((sample,),) = made.format([row])
-        assert (sample.input_ids == sample.input_ids[0]).sum() == 1
-        assert sample.input_ids[0] == 0
+        assert sample.input_ids[0] == tokenizer.bos_token_id
+        assert (sample.input_ids == tokenizer.bos_token_id).sum() == 1
 
 
 def test_train_on_inputs_refuses_turns_that_need_samples_of_their_own() -> None:

@@ -29,7 +29,8 @@ def test_the_demo_runs_goes_on_and_is_done(
     data, _, sample = told.partition("one of them, what is trained between [[ and ]]:\n")
     assert "384 orders to learn from, 80 held out (24 more with unseen names)" in data
     sample, _, rest = sample.partition(f"\nmore of them: legato data show {folder / 'demo.yaml'}\n")
-    learned = [json.loads(line)["messages"] for line in (folder / "orders.jsonl").open()]
+    text = (folder / "orders.jsonl").read_text()
+    learned = [json.loads(line)["messages"] for line in text.splitlines()]
     assert sample in [
         f"<|im_start|>system\n{system['content']}<|im_end|>\n"
         f"<|im_start|>user\n{user['content']}<|im_end|>\n"
