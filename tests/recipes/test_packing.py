@@ -78,21 +78,6 @@ def test_packed_training_is_unpacked_training(tmp_path: Path, tiny_model_dir: Pa
         assert torch.allclose(found["packed"][2][key], tensor, atol=1e-5), key
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-def test_compiled_blocks_train_on_packed_rows_as_uncompiled_ones_do(
-    tmp_path: Path, tiny_model_dir: Path
-) -> None:
-    config = write_config(
-        tmp_path, model=tiny_model_dir, recipe=RECIPES[0], epochs=2, **ONE_ROW_A_STEP
-    )
-    eager, compiled = tmp_path / "eager", tmp_path / "compiled"
-    assert legato("run", "--config", config, f"output_dir={eager}") == 0
-    assert legato("run", "--config", config, f"output_dir={compiled}", "compile=true") == 0
-    assert len(losses(eager)) > 6
-    assert losses(compiled) == pytest.approx(losses(eager), rel=1e-4)
-
-
 def test_a_checkpoint_does_not_tell_that_its_rows_were_packed(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:

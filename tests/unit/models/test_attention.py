@@ -18,6 +18,7 @@ from legato.models.attention import (
     settle_packing,
     varlen_attention,
 )
+from legato.models.compile import compile_blocks
 from legato.models.head import split_head
 from legato.train.step import batch_loss, loss_positions
 from tests.helpers.families import DENSE, build_family
@@ -72,7 +73,8 @@ def test_packed_documents_are_apart_in_every_dense_family(family: str) -> None:
     assert difference <= tolerance == 1e-4
 
 
-@pytest.mark.parametrize("attention", ["auto", "varlen", "sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["auto", "varlen", "sdpa", "eager", "compiled"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_loss_and_gradient_of_packed_rows_are_those_of_padded_ones(attention: str) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -85,8 +87,16 @@ def test_loss_and_gradient_of_packed_rows_are_those_of_padded_ones(attention: st
     gradients: list[list[Tensor]] = []
     losses = []
     for packed in (False, True):
-        if packed:
+        if packed and attention == "compiled":
+            settle_packing(model, decode, attention="auto", max_seq_len=40, is_compiled=True)
+            patched = torch._dynamo.config.patch(
+                recompile_limit=8, fail_on_recompile_limit_hit=False
+            )
+            with patched:  # compile_blocks sets them for the whole process
+                compile_blocks(model, backend="aot_eager", dynamic=False)
+        elif packed:
             settle_packing(model, decode, attention=attention, max_seq_len=40)
+        if packed:
             data = pack_samples(as_data(rows), max_seq_len=40, seed=0)
             assert len(data) < 4
             (batch,) = Loader(
@@ -105,6 +115,7 @@ def test_loss_and_gradient_of_packed_rows_are_those_of_padded_ones(attention: st
         losses.append(loss.item())
         gradients.append([p.grad for p in model.parameters() if p.grad is not None])
         model.zero_grad()
+    torch._dynamo.reset()
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     for packed_gradient, gradient in zip(*gradients, strict=True):
         assert torch.allclose(packed_gradient, gradient, rtol=1e-4, atol=1e-5)
