@@ -165,7 +165,7 @@ def test_a_csv_row_of_another_length_is_named(tmp_path: Path) -> None:
         ("a.json", b"3", r"is of type int; expected a list of rows"),
         ("a.json", '[{"text": "é"}]'.encode("latin-1"), r"isn't UTF-8: byte 0xE9"),
         ("a.json", '[{"text": "e"}]'.encode("utf-16"), r"is UTF-16, not UTF-8"),
-        ("a.csv", "q,a\né,b".encode("latin-1"), r"isn't UTF-8: byte 0xE9 at position 5"),
+        ("a.csv", "q,a\né,b".encode("latin-1"), r"a\.csv:2: isn't UTF-8: byte 0xE9 at position 1"),
         ("a.csv", b'q,a\n"x,1\n', r"a\.csv:\d: isn't valid CSV: unexpected end of data"),
         ("a.parquet", b"PAR1 no", r"a\.parquet: can't be read as \.parquet"),
         ("a.arrow", b"no", r"a\.arrow: can't be read as \.arrow"),
@@ -195,3 +195,75 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
 def test_a_hub_name_without_a_network_says_so() -> None:
     with pytest.raises(DataError, match=r"owner/name: .*can't be loaded.*HF_HUB_OFFLINE is set"):
         list(read_rows("owner/name"))
+
+
+@pytest.fixture(scope="module")
+def long_sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows 1 to 25 in every kind of file, and over two files of a folder."""
+    folder = tmp_path_factory.mktemp("long")
+    rows = [{"text": str(i)} for i in range(1, 26)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "a.jsonl").write_text("\n" + lines)  # a blank line is no row
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (folder / "a.json").write_text(json.dumps(rows))
+    (folder / "a.csv").write_text("text\n" + "".join(f"{row['text']}\n" for row in rows))
+    table = pa.Table.from_pylist(rows)
+    parquet.write_table(table, folder / "a.parquet", row_group_size=4)
+    with ipc.new_file(folder / "file.arrow", table.schema) as writer:
+        writer.write_table(table, max_chunksize=4)
+    with ipc.new_stream(folder / "stream.arrow", table.schema) as writer:
+        writer.write_table(table, max_chunksize=4)
+    (folder / "two").mkdir()
+    parquet.write_table(table[:10], folder / "two" / "a.parquet", row_group_size=4)
+    (folder / "two" / "b.jsonl").write_text("".join(lines.splitlines(keepends=True)[10:]))
+    return folder
+
+
+SOURCES = ["a.jsonl", "a.jsonl.gz", "a.json", "a.csv", "a.parquet"]
+SOURCES += ["file.arrow", "stream.arrow", "two"]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("skip", [0, 1, 8, 9, 10, 13, 24, 25, 30])
+def test_reading_from_a_row_on_gives_the_rows_with_the_names_that_reading_all_gives(
+    long_sources: Path, name: str, skip: int
+) -> None:
+    whole = list(read_rows(str(long_sources / name)))
+    assert [row.columns["text"] for row in whole if isinstance(row, Row)] == [
+        str(i) for i in range(1, 26)
+    ]
+    assert list(read_rows(str(long_sources / name), skip=skip)) == whole[skip:]
+
+
+def test_a_streamed_split_gives_the_rows_of_the_loaded_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_jsonl(tmp_path / "rows" / "train.jsonl", [{"text": str(i)} for i in range(7)])
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    loaded = list(read_rows(str(folder.parent), split="train"))
+    assert len(loaded) == 7
+    streamed = read_rows(str(folder.parent), split="train", streaming=True, skip=3)
+    assert list(streamed) == loaded[3:]
+
+
+def test_reading_past_many_rows_says_how_long_it_takes(
+    long_sources: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = str(long_sources / "a.csv")
+    caplog.set_level("INFO")
+    list(read_rows(path, skip=20))
+    assert caplog.messages == []  # it was quick
+    clock = iter(range(0, 1000, 4))
+    monkeypatch.setattr("legato.data.rows.time.monotonic", lambda: float(next(clock)))
+    list(read_rows(path, skip=5))
+    assert caplog.messages == [
+        f"{path} can't be entered in the middle: 3 of 5 rows read past to where the run goes on, "
+        "about 8 s left",
+        f"{path}: there after 20 s",
+    ]
+
+
+def test_reading_from_a_row_on_parses_nothing_before_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": broken\n{"text": "b"}\n')
+    assert [row.sample_id for row in read_rows(str(path), skip=1)] == ["a.jsonl:2"]

@@ -1,0 +1,72 @@
+"""One row of a data set, before anything is made of it, and rows that are passed over."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row as it stands in its file.
+
+    Attributes:
+        sample_id: ``orders.jsonl:17``.
+        where: The same with the whole path, for messages.
+        columns: The row's values by column name.
+    """
+
+    sample_id: str
+    where: str
+    columns: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A row that can't be read, and why."""
+
+    sample_id: str
+    where: str
+    reason: str
+
+
+class Skip:
+    """Rows that are to be read past, and a word about it where that takes long.
+
+    Args:
+        num_rows: How many.
+        path: Where, as the person named it.
+
+    Attributes:
+        left: How many still.
+    """
+
+    SAY_EVERY_SECONDS = 10.0
+
+    def __init__(self, num_rows: int, *, path: str) -> None:
+        self.left = num_rows
+        self._num_rows, self._path = num_rows, path
+        self._began = self._said = time.monotonic()
+
+    def take(self, num_rows: int = 1) -> None:
+        """So many rows were read past."""
+        self.left -= num_rows
+        now = time.monotonic()
+        seconds = now - self._began
+        if self.left == 0 and self._said > self._began:
+            logger.info("%s: there after %.0f s", self._path, seconds)
+        elif self.left and now - self._said >= self.SAY_EVERY_SECONDS:
+            self._said = now
+            done = self._num_rows - self.left
+            logger.info(
+                "%s can't be entered in the middle: %d of %d rows read past to where the run goes "
+                "on, about %.0f s left",
+                self._path,
+                done,
+                self._num_rows,
+                seconds * self.left / done,
+            )
