@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import pytest
 
 from legato import recipes
 from legato.config.load import load_config
+from legato.errors import LegatoError
 from legato.report.metrics import read_events
-from tests.helpers import spawn
-from tests.helpers.runs import write_config
+from tests.helpers import spawn, tiny
+from tests.helpers.runs import legato, losses, steps_in, write_config
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -108,3 +110,51 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_and_names_its_rows(
     overrides = (f"output_dir={skipped}", "on_nonfinite=skip", "max_steps=2")
     assert run(overrides) == ["trained"] * 2
     assert (skipped / "step_2").is_dir()
+
+
+def stream_on_host(rank: int, config: str, overrides: tuple[str, ...], hosts: list[str]) -> str:
+    """Train on this host's own copy of the data; says how it ended."""
+    os.chdir(hosts[rank])
+    try:
+        train(rank, config, overrides)
+    except LegatoError as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+def test_a_stream_goes_on_on_two_ranks_and_a_row_broken_on_one_stops_both_with_a_checkpoint(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = write_config(
+        tmp_path,
+        model=tiny_model_dir,
+        recipe="full_finetune_single_device",
+        streaming=True,
+        shuffle_buffer_size=4,
+        max_steps=7,
+        datasets=[{"path": "orders.jsonl"}],
+    )
+    hosts = [tmp_path / "host_0", tmp_path / "host_1"]
+    lines = tiny.write_orders(tmp_path / "orders.jsonl", num_rows=14).read_text().splitlines()
+    for host, last in zip(hosts, (lines[13], "{"), strict=True):
+        host.mkdir()
+        (host / "orders.jsonl").write_text("\n".join([*lines[:13], last]))
+    monkeypatch.chdir(hosts[0])
+    whole, here = tmp_path / "whole", tmp_path / "here"
+    assert legato("run", "--config", config, f"output_dir={whole}") == 0
+    assert legato("run", "--config", config, f"output_dir={here}", "stop_after_step=1") == 0
+    # Step 2 is of the second block; step 3 comes to the last one, with the broken row.
+    overrides = ("recipe=full_finetune_distributed", f"output_dir={here}")
+    said = spawn.run(
+        stream_on_host,
+        2,
+        str(config),
+        overrides,
+        list(map(str, hosts)),
+        timeout_seconds=TIMEOUT_SECONDS,
+    )
+    assert said[1].startswith("DataError: orders.jsonl:14: isn't valid JSON")
+    assert said[0].startswith("PeerLostError: ")
+    assert "rank 1: DataError: orders.jsonl:14: isn't valid JSON" in said[0]
+    assert steps_in(here) == [1, 2]
+    assert losses(here)[2] == pytest.approx(losses(whole)[2], rel=2e-5)

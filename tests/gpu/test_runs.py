@@ -20,7 +20,9 @@ from tests.helpers.runs import (
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("options", [[], ["packing=true"], ["compile=true"]], ids=str)
+@pytest.mark.parametrize(
+    "options", [[], ["packing=true"], ["compile=true"], ["num_workers=1"]], ids=str
+)
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(
     tmp_path: Path, tiny_model_dir: Path, recipe: str, dtype: str, options: list[str]
 ) -> None:

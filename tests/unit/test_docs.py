@@ -72,8 +72,8 @@ def test_every_key_of_the_features_table_is_in_the_schema() -> None:
 def test_every_key_of_the_schema_that_works_is_in_the_features_table() -> None:
     named = {key for row in features() for key in row.keys}
     only_later = names_of(RunConfig) - named
-    # What is left out is what this version refuses, and the one key that only such a feature reads.
-    assert only_later - set(LATER) == {"shuffle_buffer_size"}
+    # What is left out is what this version refuses.
+    assert only_later - set(LATER) == set()
 
 
 def test_no_feature_of_the_table_waits_for_a_later_version() -> None:

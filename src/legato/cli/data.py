@@ -63,7 +63,7 @@ def show(
     if as_json:
         show_json(_facts(samples, overview, shown))
     else:
-        _print(samples, overview, shown, packing=run.packing)
+        _print(samples, overview, shown, packing=run.packing, streaming=run.streaming)
 
 
 def _facts(samples: Samples, overview: Overview, shown: list[Sample]) -> dict[str, Any]:
@@ -92,7 +92,9 @@ def _facts(samples: Samples, overview: Overview, shown: list[Sample]) -> dict[st
     }
 
 
-def _print(samples: Samples, overview: Overview, shown: list[Sample], *, packing: bool) -> None:
+def _print(
+    samples: Samples, overview: Overview, shown: list[Sample], *, packing: bool, streaming: bool
+) -> None:
     from rich.console import Console
 
     from legato.data.show import marked_sample
@@ -109,6 +111,8 @@ def _print(samples: Samples, overview: Overview, shown: list[Sample], *, packing
         )
     if shown:
         console.print()
+    if streaming:
+        console.print("a stream: this is of its first shuffle_buffer_size rows")
     for line in samples.train.report.lines():
         console.print(line)
     if samples.held_out is not None:

@@ -175,6 +175,12 @@ ONLY_WITH = (
         "data that is read before training is shuffled as a whole",
     ),
     OnlyWith(
+        ("epochs", "max_steps_per_epoch"),
+        ("streaming",),
+        lambda c: not c.streaming,
+        "a stream is as long as max_steps says, and begins again where it ends before",
+    ),
+    OnlyWith(
         ("optimizer.betas",),
         ("optimizer",),
         lambda c: c.optimizer.name in ("adamw", "adam"),
@@ -193,8 +199,25 @@ MOST_MASKED_TOKENS = 8192
 
 CONFLICTS = (
     Conflict(
-        ("epochs", "max_steps"),
-        lambda c: c.epochs is None and c.max_steps is None,
+        ("max_steps", "streaming"),
+        lambda c: c.streaming and c.max_steps is None,
+        "nobody knows the length of a stream before its end; set how many steps to take",
+    ),
+    Conflict(
+        ("datasets", "streaming"),
+        lambda c: c.streaming and (len(c.datasets) > 1 or c.datasets[0].weight != 1),
+        "a weight counts how often a row comes in an epoch, and a stream is taken as it comes: it "
+        "is one data set (a folder or a glob of files is one, too) of weight 1",
+    ),
+    Conflict(
+        ("val_set_size", "streaming"),
+        lambda c: c.streaming and 0 < c.val_set_size < 1,
+        "a share of an unknown number of rows; set how many, from 1 on: the first ones are held "
+        "out",
+    ),
+    Conflict(
+        ("epochs", "max_steps", "streaming"),
+        lambda c: c.epochs is None and c.max_steps is None and not c.streaming,
         "null repeats the data until max_steps, which isn't set; set one of the two",
     ),
     Conflict(
@@ -245,8 +268,6 @@ CONFLICTS = (
 )
 
 LATER: Mapping[str, Callable[[Any], bool]] = {
-    "streaming": bool,
-    "num_workers": bool,
     "quantize_base": lambda v: v != "none",
     "compile": lambda v: getattr(v, "scope", "block") != "block",
     "optimizer_in_backward": bool,

@@ -150,9 +150,18 @@ class RunConfig(Section):
         False, "Read the data while training instead of before.", on_resume="refuse"
     )
     shuffle_buffer_size: int = key(
-        10_000, "Rows to shuffle among while streaming.", on_resume="refuse", unit="rows", ge=1
+        10_000,
+        "Rows of a stream that are shuffled together.",
+        on_resume="refuse",
+        unit="rows",
+        ge=1,
     )
-    num_workers: int = key(0, "Processes that prepare batches.", on_resume="free", ge=0)
+    num_workers: int = key(
+        0,
+        "Processes that tokenize; from 1 on a thread makes the next batches during a step.",
+        on_resume="free",
+        ge=0,
+    )
 
     # -- length of the run
     batch_size: int = key(

@@ -54,6 +54,7 @@ def build_cached(
     max_seq_len: int,
     excess_length: str = "drop",
     on_bad_row: str = "error",
+    num_workers: int = 0,
 ) -> TokenizedData:
     """:func:`build_data`, or what an earlier call with the same input made.
 
@@ -67,6 +68,7 @@ def build_cached(
         max_seq_len: Most tokens of a sample.
         excess_length: As :func:`build_data` takes it.
         on_bad_row: As :func:`build_data` takes it.
+        num_workers: As :func:`build_data` takes it.
 
     Returns:
         The samples; the report's notes say whether they were read or made.
@@ -81,13 +83,13 @@ def build_cached(
     }
     key = None if folder is None else rows_key(specs, formatter=formatter, options=options)
     if folder is None or key is None:
-        return build_data(specs, formatter=formatter, **options)
+        return build_data(specs, formatter=formatter, num_workers=num_workers, **options)
     entry = folder / key
     data = load_rows(entry)
     if data is not None:
         mark_used(entry)
         return _noted(data, f"tokenized rows: read from {entry}")
-    data = build_data(specs, formatter=formatter, **options)
+    data = build_data(specs, formatter=formatter, num_workers=num_workers, **options)
     try:
         store_rows(entry, data)
     except OSError as error:

@@ -33,9 +33,10 @@ class EpochOrder:
 
     def epoch(self, epoch: int) -> Indices:
         """Indices into the data, in the order of ``epoch`` (from 0)."""
-        if self._cached is None or self._cached[0] != epoch:
-            self._cached = (epoch, self._build(epoch))
-        return self._cached[1]
+        cached = self._cached  # one look: a thread that prepares steps may ask as well
+        if cached is None or cached[0] != epoch:
+            cached = self._cached = (epoch, self._build(epoch))
+        return cached[1]
 
     def _build(self, epoch: int) -> Indices:
         parts: list[Indices] = []

@@ -58,6 +58,13 @@ class Tally:
         if len(named) < self.NAMED_AT_MOST:
             named.append(sample_id)
 
+    def merge(self, later: Tally) -> None:
+        """Add what happened to samples that come after these."""
+        for sentence, count in later.counts.items():
+            self.counts[sentence] = self.counts.get(sentence, 0) + count
+            named = self.examples.setdefault(sentence, [])
+            named += later.examples[sentence][: self.NAMED_AT_MOST - len(named)]
+
 
 @dataclass(frozen=True, slots=True)
 class DatasetReport:

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from legato.config.schema import DatasetConfig, RunConfig
-from legato.data.build import split_validation
-from legato.data.cache import build_cached, cache_folder
-from legato.data.chat import ChatFormatter
-from legato.data.formats import DatasetSpec
+from legato.config.schema import RunConfig
+from legato.data.dealing import Dealer
 from legato.data.loader import Loader
 from legato.data.order import EpochOrder
 from legato.data.packing import PackedData, pack_samples
 from legato.data.samples import Rows, Sample, TokenizedData
-from legato.errors import ConfigError, DataError
-from legato.models.load import find_model, load_tokenizer, model_facts
+from legato.data.stream import StreamLoader
+from legato.errors import DataError
 from legato.parallel.world import World
+from legato.recipes.reading import Reading, open_stream, plan_reading, read_all
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,17 +32,15 @@ class Samples:
     """What the config's data sets hold, tokenized.
 
     Attributes:
-        train: Samples to train on.
+        train: Samples to train on; of a stream, those of its first block.
         held_out: Samples to evaluate on; None: there are none.
         tokenizer: Theirs.
-        chat_template: The template that made them.
         max_seq_len: Longest sample that was let in, in tokens.
     """
 
     train: TokenizedData
     held_out: TokenizedData | None
     tokenizer: PreTrainedTokenizerBase
-    chat_template: str
     max_seq_len: int
 
 
@@ -54,19 +49,20 @@ class RunData:
     """What a run reads: its samples, how they were made, and who deals them.
 
     Attributes:
-        train: Samples to train on.
+        train: Samples to train on; of a stream, those of the block where training begins.
         held_out: Samples to evaluate on; None: there are none.
         loader: Deals them to steps.
         eval_loader: Deals the evaluation's rows; None: there are none.
         tokenizer: Theirs.
         chat_template: The template that made them.
         max_seq_len: Longest sample that was let in, in tokens.
-        packed: The rows that the training samples are packed into; None: each is a row.
+        packed: The rows that all training samples are packed into; None: each is a row, or a stream
+            packs them while training.
     """
 
     train: TokenizedData
     held_out: TokenizedData | None
-    loader: Loader
+    loader: Loader | StreamLoader
     eval_loader: Loader | None
     tokenizer: PreTrainedTokenizerBase
     chat_template: str
@@ -75,7 +71,7 @@ class RunData:
 
 
 def read_samples(config: RunConfig, *, start_date: date) -> Samples:
-    """Read, tokenize and split the config's data sets.
+    """Read, tokenize and split the config's data sets; of a stream, its first block.
 
     Args:
         config: The run.
@@ -87,35 +83,13 @@ def read_samples(config: RunConfig, *, start_date: date) -> Samples:
     Raises:
         LegatoError: Data, template or tokenizer that can't be used.
     """
-    tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
-    formatter = ChatFormatter(
-        tokenizer,
-        template=config.chat_template,
-        template_kwargs=config.chat_template_kwargs,
-        train_on_inputs=config.train_on_inputs,
-        roles_to_train=config.roles_to_train,
-        turns_to_train=config.turns_to_train,
-        special_tokens_in_text=config.special_tokens_in_text,
-        eos_ids=stop_ids(config.model),
-        start_date=start_date,
-    )
-    max_seq_len = longest_row(config)
-    read = partial(
-        build_cached,
-        folder=cache_folder(os.environ),
-        formatter=formatter,
-        max_seq_len=max_seq_len,
-        excess_length=config.excess_length,
-        on_bad_row=config.on_bad_row,
-    )
-    train, held_out = read([dataset_spec(each) for each in config.datasets]), None
-    if config.val_set_size:
-        train, held_out = split_validation(
-            train, val_set_size=config.val_set_size, seed=config.seed
-        )
-    elif config.eval_datasets:
-        held_out = read([dataset_spec(each) for each in config.eval_datasets])
-    return Samples(train, held_out, tokenizer, formatter.chat_template, max_seq_len)
+    reading = plan_reading(config, start_date=start_date)
+    if config.streaming:
+        stream, held_out = open_stream(config, reading, num_workers=0)
+        train = stream.first_samples()
+    else:
+        train, held_out = read_all(config, reading)
+    return Samples(train, held_out, reading.tokenizer, reading.max_seq_len)
 
 
 def first_samples(data: TokenizedData, *, count: int, seed: int) -> list[Sample]:
@@ -124,7 +98,13 @@ def first_samples(data: TokenizedData, *, count: int, seed: int) -> list[Sample]
 
 
 def build_run_data(
-    config: RunConfig, *, start_date: date, world: World, global_batch_size: int
+    config: RunConfig,
+    *,
+    start_date: date,
+    world: World,
+    global_batch_size: int,
+    step: int = 0,
+    data_place: Mapping[str, Any] | None = None,
 ) -> RunData:
     """Read the data and make the loaders that deal it.
 
@@ -133,102 +113,116 @@ def build_run_data(
         start_date: The day that chat templates write, of the run's first start.
         world: Who takes which rows.
         global_batch_size: Rows of one optimizer step over all ranks.
+        step: The last step that has been taken; 0: none.
+        data_place: Where it left a stream; None: at its beginning.
 
     Returns:
-        The data, ready to be dealt.
+        The data, ready to be dealt. Close its loader in the end.
 
     Raises:
         LegatoError: Data, template or tokenizer that can't be used; fewer rows than ranks.
     """
-    samples = read_samples(config, start_date=start_date)
-    train: Rows = samples.train
-    held_out: Rows | None = samples.held_out
-    packed: PackedData | None = None
-    if config.packing:
-        pack = partial(pack_samples, max_seq_len=samples.max_seq_len, seed=config.seed)
-        train = packed = pack(samples.train)
-        held_out = None if samples.held_out is None else pack(samples.held_out)
-    if len(train) < world.world_size:
-        raise DataError(
-            f"{world.world_size} processes, but only {len(train)} rows to train on: some would "
-            f"never get one. Start at most {len(train)} processes."
+    reading = plan_reading(config, start_date=start_date)
+    if config.streaming:
+        return _stream_data(
+            config,
+            reading,
+            world=world,
+            global_batch_size=global_batch_size,
+            step=step,
+            data_place=data_place,
         )
-    buckets = None
-    if config.compile:
-        buckets = [samples.max_seq_len] if packed else compiled_lengths(train, held_out)
-    tokenizer = samples.tokenizer
-    deal = partial(
-        Loader,
-        batch_size=config.batch_size,
+    train, held_out = read_all(config, reading)
+    rows, held_out_rows = (_rows_of(data, config, reading) for data in (train, held_out))
+    assert rows is not None
+    _refuse_idle_ranks(rows, world)
+    dealing = _dealing(config, reading, world, compiled_lengths(rows, held_out_rows))
+    return RunData(
+        train=train,
+        held_out=held_out,
+        loader=Loader(
+            rows,
+            global_batch_size=global_batch_size,
+            seed=config.seed,
+            max_steps_per_epoch=config.max_steps_per_epoch,
+            **dealing,
+        ),
+        eval_loader=_eval_loader(held_out_rows, config, world, dealing),
+        tokenizer=reading.tokenizer,
+        chat_template=reading.formatter.chat_template,
+        max_seq_len=reading.max_seq_len,
+        packed=rows if isinstance(rows, PackedData) else None,
+    )
+
+
+def _stream_data(
+    config: RunConfig,
+    reading: Reading,
+    *,
+    world: World,
+    global_batch_size: int,
+    step: int,
+    data_place: Mapping[str, Any] | None,
+) -> RunData:
+    stream, held_out = open_stream(config, reading, num_workers=config.num_workers)
+    dealing = _dealing(config, reading, world, stream_lengths(reading.max_seq_len))
+    loader = StreamLoader(
+        stream,
+        dealer=Dealer(**dealing),
+        global_batch_size=global_batch_size,
         seed=config.seed,
-        pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0,
-        rank=world.rank,
-        world_size=world.world_size,
-        length_buckets=buckets,
-        fill_rows=bool(config.compile),
+        pack_to=reading.max_seq_len if config.packing else None,
+        step=step,
+        place=data_place,
     )
     return RunData(
-        train=samples.train,
-        held_out=samples.held_out,
-        loader=deal(
-            train,
-            global_batch_size=global_batch_size,
-            max_steps_per_epoch=config.max_steps_per_epoch,
-        ),
-        eval_loader=None
-        if held_out is None
-        else deal(held_out, global_batch_size=config.batch_size * world.world_size, shuffle=False),
-        tokenizer=tokenizer,
-        chat_template=samples.chat_template,
-        max_seq_len=samples.max_seq_len,
-        packed=packed,
+        train=loader.samples,
+        held_out=held_out,
+        loader=loader,
+        eval_loader=_eval_loader(_rows_of(held_out, config, reading), config, world, dealing),
+        tokenizer=reading.tokenizer,
+        chat_template=reading.formatter.chat_template,
+        max_seq_len=reading.max_seq_len,
     )
 
 
-def dataset_spec(config: DatasetConfig) -> DatasetSpec:
-    """A config's data set as the data room takes it."""
-    return DatasetSpec(
-        path=config.path,
-        type=config.type,
-        columns=config.columns,
-        split=config.split,
-        weight=config.weight,
-    )
+def _eval_loader(
+    rows: Rows | None, config: RunConfig, world: World, dealing: dict[str, Any]
+) -> Loader | None:
+    if rows is None:
+        return None
+    rows_at_once = config.batch_size * world.world_size
+    return Loader(rows, global_batch_size=rows_at_once, seed=config.seed, shuffle=False, **dealing)
 
 
-def longest_row(config: RunConfig) -> int:
-    """``max_seq_len``; where it wasn't set, at most what the model was made for.
-
-    Args:
-        config: The run.
-
-    Returns:
-        Tokens.
-
-    Raises:
-        ConfigError: It was set to more than the model takes.
-    """
-    facts = model_facts(config.model)
-    limit = facts.max_positions if facts is not None else None
-    if limit is None or config.max_seq_len <= limit:
-        return config.max_seq_len
-    if "max_seq_len" not in config.model_fields_set:
-        return limit
-    raise ConfigError(
-        f"max_seq_len: {config.max_seq_len} tokens, but {config.model} was made for {limit}. "
-        f"Set max_seq_len={limit} or less."
-    )
+def _rows_of(data: TokenizedData | None, config: RunConfig, reading: Reading) -> Rows | None:
+    if data is None or not config.packing:
+        return data
+    return pack_samples(data, max_seq_len=reading.max_seq_len, seed=config.seed)
 
 
-def stop_ids(model: str) -> tuple[int, ...]:
-    """Ids that end a generation by the model's generation_config.json; empty where it has none."""
-    from transformers import GenerationConfig
+def _refuse_idle_ranks(rows: Rows, world: World) -> None:
+    if len(rows) < world.world_size:
+        raise DataError(
+            f"{world.world_size} processes, but only {len(rows)} rows to train on: some would "
+            f"never get one. Start at most {len(rows)} processes."
+        )
 
-    folder = find_model(model).path
-    if not (folder / "generation_config.json").is_file():
-        return ()
-    ids = GenerationConfig.from_pretrained(folder).eos_token_id
-    return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
+
+def _dealing(
+    config: RunConfig, reading: Reading, world: World, lengths: list[int]
+) -> dict[str, Any]:
+    """How every loader of the run deals rows; ``lengths``: of rows, where a graph is compiled."""
+    buckets = [reading.max_seq_len] if config.packing else lengths
+    pad_id = reading.tokenizer.pad_token_id
+    return {
+        "batch_size": config.batch_size,
+        "pad_id": pad_id if pad_id is not None else 0,
+        "rank": world.rank,
+        "world_size": world.world_size,
+        "length_buckets": buckets if config.compile else None,
+        "fill_rows": bool(config.compile),
+    }
 
 
 def compiled_lengths(*data: Rows | None) -> list[int]:
@@ -237,3 +231,9 @@ def compiled_lengths(*data: Rows | None) -> list[int]:
     shares = np.linspace(0, 1, MAX_COMPILED_LENGTHS + 1)[1:]
     # Multiples of 64: what kernels like, and few near-equal ones.
     return sorted({-(-int(n) // 64) * 64 for n in np.quantile(lengths, shares, method="higher")})
+
+
+def stream_lengths(max_seq_len: int) -> list[int]:
+    """At most six row lengths up to the longest one, where nobody knows what is to come."""
+    halves = (max_seq_len >> number for number in range(MAX_COMPILED_LENGTHS))
+    return sorted({min(max_seq_len, -(-n // 64) * 64) for n in halves})

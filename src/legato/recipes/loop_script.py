@@ -34,7 +34,14 @@ def main(config_file: str, *overrides: str) -> None:
             state.load_state_dict(checkpointer.read_trainer_state(checkpointer.source))
         rows = plan_global_batch(config, state.facts, world_size=1)
         start = date.fromisoformat(state.facts["start_date"])
-        data = build_run_data(config, start_date=start, world=world, global_batch_size=rows)
+        data = build_run_data(
+            config,
+            start_date=start,
+            world=world,
+            global_batch_size=rows,
+            step=state.step,
+            data_place=state.data_place,
+        )
         parts = build_parts(config, data, world=world, state=state)
         checkpointer.restore(parts.saved)
 
@@ -43,8 +50,9 @@ def main(config_file: str, *overrides: str) -> None:
         state.facts |= {"config": values, "total_steps": total_steps, "global_batch_size": rows}
         learning_rate = rate_of(values, total_steps=total_steps)
         for step in range(state.step + 1, total_steps + 1):
+            fetched = data.loader.fetch(step)
             result = train_step(
-                data.loader.micro_batches(step),
+                fetched.batches,
                 decode=model.decode,
                 head=model.head,
                 optimizer=parts.optimizer,
@@ -57,10 +65,11 @@ def main(config_file: str, *overrides: str) -> None:
                 before_update=checkpointer.wait_staged,
             )
             state.advance(
-                rows=len(data.loader.step_rows(step)),
+                rows=fetched.num_rows,
                 tokens=result.num_tokens,
                 loss=result.loss,
                 loss_tokens=result.num_loss_tokens,
+                data_place=fetched.data_place,
             )
             logger.info("step %d/%d  loss %.4f", step, total_steps, result.loss)
             if reason := checkpointer.due(step):

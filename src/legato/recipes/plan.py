@@ -106,9 +106,12 @@ def check_changes(
     )
 
 
-def plan_total_steps(config: RunConfig, steps_per_epoch: int) -> int:
-    """Whichever of ``epochs`` and ``max_steps`` comes first, in optimizer steps."""
-    by_epochs = None if config.epochs is None else config.epochs * steps_per_epoch
+def plan_total_steps(config: RunConfig, steps_per_epoch: int | None) -> int:
+    """Whichever of ``epochs`` and ``max_steps`` comes first, in optimizer steps; None: a stream."""
+    if config.epochs is None or steps_per_epoch is None:
+        by_epochs = None
+    else:
+        by_epochs = config.epochs * steps_per_epoch
     limits = [limit for limit in (by_epochs, config.max_steps) if limit is not None]
     return min(limits)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -15,6 +15,9 @@ from legato.checkpoint.parts import sort_parts
 from legato.checkpoint.space import checkpoint_bytes
 from legato.config.rules import check_processes, is_distributed
 from legato.config.schema import RunConfig
+from legato.data.dealing import BatchSource
+from legato.data.prefetch import Prefetcher
+from legato.data.stream import StreamLoader
 from legato.errors import ConfigError, StopRequested
 from legato.parallel.placement import find_placement
 from legato.parallel.world import World
@@ -139,6 +142,28 @@ def _run(
         check_changes(state.facts, config, world_size=world.world_size, accept=accept_changes)
     global_batch = plan_global_batch(config, state.facts, world_size=world.world_size)
     data = _build_data(config, state, global_batch=global_batch, world=world)
+    with closing(data.loader):
+        return _run_on(
+            config,
+            checkpointer,
+            state,
+            data,
+            config_name=config_name,
+            config_yaml=config_yaml,
+            world=world,
+        )
+
+
+def _run_on(
+    config: RunConfig,
+    checkpointer: Checkpointer,
+    state: TrainState,
+    data: RunData,
+    *,
+    config_name: str,
+    config_yaml: str,
+    world: World,
+) -> RunResult:
     total_steps = plan_total_steps(config, data.loader.steps_per_epoch)
     if checkpointer.source is not None:
         say_new_rate(state, config, total_steps=total_steps)
@@ -154,7 +179,7 @@ def _run(
         "start_date": state.facts["start_date"],
         "config": config.model_dump(mode="json"),
         "total_steps": total_steps,
-        "global_batch_size": global_batch,
+        "global_batch_size": data.loader.global_batch_size,
     }
     checkpointer.check_space(parts.saved, planned_saves=num_saves(config, state, last_step))
     facts = start_facts(
@@ -191,20 +216,20 @@ def preflight(config: RunConfig, *, config_name: str) -> StartFacts:
         state = TrainState(facts={"start_date": date.today().isoformat()})
         global_batch = plan_global_batch(config, {}, world_size=world.world_size)
         data = _build_data(config, state, global_batch=global_batch, world=world)
-        total_steps = plan_total_steps(config, data.loader.steps_per_epoch)
-        parts = build_parts(config, data, world=world, state=state)
-        facts = start_facts(
-            config,
-            config_name=config_name,
-            world=world,
-            data=data,
-            parts=parts,
-            total_steps=total_steps,
-            checkpoint_bytes=checkpoint_bytes(
-                sort_parts(parts.saved), with_state=not config.save_only_model
-            ),
-        )
-        introduce(facts, data)
+        with closing(data.loader):
+            parts = build_parts(config, data, world=world, state=state)
+            facts = start_facts(
+                config,
+                config_name=config_name,
+                world=world,
+                data=data,
+                parts=parts,
+                total_steps=plan_total_steps(config, data.loader.steps_per_epoch),
+                checkpoint_bytes=checkpoint_bytes(
+                    sort_parts(parts.saved), with_state=not config.save_only_model
+                ),
+            )
+            introduce(facts, data)
     if facts.free_bytes is not None and facts.free_bytes < facts.checkpoint_bytes:
         raise ConfigError(
             f"output_dir: {config.output_dir} has {human_bytes(facts.free_bytes)} free, one "
@@ -221,7 +246,12 @@ def _build_data(
     start_date = date.fromisoformat(state.facts["start_date"])
     data = world.on_every_rank(
         lambda: build_run_data(
-            config, start_date=start_date, world=world, global_batch_size=global_batch
+            config,
+            start_date=start_date,
+            world=world,
+            global_batch_size=global_batch,
+            step=state.step,
+            data_place=state.data_place,
         )
     )
     check_same_data(data.train, world=world)
@@ -266,11 +296,14 @@ def _train(
     world: World,
 ) -> RunResult:
     state: TrainState = parts.saved["trainer"]
-    with _reporting(config, facts, checkpointer, state=state, world=world) as reporter:
+    with (
+        _reporting(config, facts, checkpointer, state=state, world=world) as reporter,
+        _fetching_ahead(config, data, last_step=facts.total_steps) as source,
+    ):
         trainer = Trainer(
             model=parts.model,
             optimizer=parts.optimizer,
-            loader=data.loader,
+            loader=source,
             learning_rate=rate_of(config.model_dump(mode="json"), total_steps=facts.total_steps),
             checkpointer=checkpointer,
             saved=parts.saved,
@@ -293,7 +326,22 @@ def _train(
             seed=config.seed,
         )
         result = trainer.fit()
+    if world.is_main and isinstance(data.loader, StreamLoader):
+        for line in data.loader.report().lines():
+            logger.info("this pass so far: %s", line)
     return RunResult(Path(config.output_dir), result.last_step, result.saves)
+
+
+@contextmanager
+def _fetching_ahead(config: RunConfig, data: RunData, *, last_step: int) -> Iterator[BatchSource]:
+    """The loader; with workers, a thread of its own fetches from it."""
+    if not config.num_workers:
+        yield data.loader
+        return
+    if config.stop_after_step is not None:
+        last_step = min(last_step, config.stop_after_step)
+    with closing(Prefetcher(data.loader, last_step=last_step)) as ahead:
+        yield ahead
 
 
 @contextmanager

@@ -24,13 +24,13 @@ class StartFacts:
         device: Device type as torch names it, such as ``cuda``.
         device_detail: What stands behind it, such as a GPU's name or a thread count; may be empty.
         world_size: Number of processes.
-        num_samples: Training samples after dropping.
-        num_tokens: Their tokens.
-        num_trained_tokens: Those of them that the loss sees.
+        num_samples: Training samples after dropping; None: they are read while training.
+        num_tokens: Their tokens; None as well.
+        num_trained_tokens: Those of them that the loss sees; None as well.
         num_packed_rows: Rows that the samples are packed into; None: each is a row.
         packing_efficiency: Tokens per slot of those rows.
         epochs: Epochs asked for; None means until ``total_steps``.
-        steps_per_epoch: Optimizer steps in one epoch.
+        steps_per_epoch: Optimizer steps in one epoch; None: nobody knows before its end.
         total_steps: Step at which the run ends.
         global_batch_size: Sequences per step over all ranks.
         batch_size: Rows per device and micro-batch.
@@ -55,13 +55,13 @@ class StartFacts:
     device: str
     device_detail: str = ""
     world_size: int = 1
-    num_samples: int
-    num_tokens: int
-    num_trained_tokens: int
+    num_samples: int | None
+    num_tokens: int | None
+    num_trained_tokens: int | None
     num_packed_rows: int | None = None
     packing_efficiency: float | None = None
     epochs: int | None
-    steps_per_epoch: int
+    steps_per_epoch: int | None
     total_steps: int
     global_batch_size: int
     batch_size: int
@@ -158,6 +158,8 @@ def _device(facts: StartFacts) -> str:
 
 
 def _data(facts: StartFacts) -> str:
+    if facts.num_samples is None or facts.num_tokens is None or facts.num_trained_tokens is None:
+        return "read while training"
     share = 100 * facts.num_trained_tokens / max(facts.num_tokens, 1)
     packed = ""
     if facts.num_packed_rows is not None and facts.packing_efficiency is not None:
@@ -181,6 +183,8 @@ def _batch(facts: StartFacts) -> str:
 
 
 def _length(facts: StartFacts) -> str:
+    if facts.steps_per_epoch is None:
+        return f"{facts.total_steps:,} steps (the data is repeated where it ends before)"
     epochs = "data repeated" if facts.epochs is None else f"{facts.epochs} epochs asked for"
     if facts.epochs == 1:
         epochs = "1 epoch asked for"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -34,6 +35,8 @@ class TrainState:
             gives the train loss that ``best`` watches when there is no evaluation data.
         window_loss_tokens: Trained tokens since the last save.
         best: Best metric so far; None until one was measured.
+        data_place: Where the stream of rows stands; None: ``step`` says it, as the data was read
+            before training.
         facts: What belongs to the run and not to the process: seed, global batch, schedule,
             start date (templates with a date keep the first start's), config.
     """
@@ -44,6 +47,7 @@ class TrainState:
     window_loss_sum: float = 0.0
     window_loss_tokens: int = 0
     best: BestMetric | None = None
+    data_place: dict[str, Any] | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -53,7 +57,15 @@ class TrainState:
             return None
         return self.window_loss_sum / self.window_loss_tokens
 
-    def advance(self, *, rows: int, tokens: int, loss: float, loss_tokens: int) -> None:
+    def advance(
+        self,
+        *,
+        rows: int,
+        tokens: int,
+        loss: float,
+        loss_tokens: int,
+        data_place: Mapping[str, Any] | None = None,
+    ) -> None:
         """Count one finished optimizer step.
 
         Args:
@@ -61,12 +73,14 @@ class TrainState:
             tokens: Tokens in the step without padding, over all ranks.
             loss: Mean loss per trained token.
             loss_tokens: Trained tokens in the step, over all ranks.
+            data_place: Where the step leaves a stream.
         """
         self.step += 1
         self.rows_seen += rows
         self.tokens_seen += tokens
         self.window_loss_sum += loss * loss_tokens
         self.window_loss_tokens += loss_tokens
+        self.data_place = None if data_place is None else dict(data_place)
 
     def close_window(self) -> None:
         """Begin a new train-loss window: called at each save."""
@@ -92,6 +106,7 @@ class TrainState:
             self.window_loss_sum = float(state["window_loss_sum"])
             self.window_loss_tokens = int(state["window_loss_tokens"])
             self.best = BestMetric(**state["best"]) if state["best"] else None
+            self.data_place = state.get("data_place")  # older states have none: nothing streamed
             self.facts = dict(state["facts"])
         except KeyError as error:
             raise CheckpointMismatchError(

@@ -185,13 +185,20 @@ def batch_loss(
     Returns:
         A 0-dim fp32 tensor.
     """
-    targets = batch.input_ids.flatten()[positions + 1].to(device)
-    input_ids = batch.input_ids.to(device)
+    targets = to_device(batch.input_ids.flatten()[positions + 1], device)
+    input_ids = to_device(batch.input_ids, device)
     # Only where rows hold several documents: without them a model may use what's fast for one.
     where = () if batch.position_ids is None else (batch.position_ids,)
     hidden_BTD = decode(input_ids, *where)
-    hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, positions.to(device))
+    hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, to_device(positions, device))
     return sum_token_loss(hidden_ND, targets, head=head)
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Copy a batch's tensor; on CUDA through pinned memory, so that kernels needn't end first."""
+    if device.type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 def _check_parameters(

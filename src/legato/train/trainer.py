@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from torch import nn
 
 from legato.checkpoint import Checkpointer, PendingSave, SaveRecord
-from legato.data.loader import Batch, Loader
-from legato.errors import NonFiniteError, StopRequested
+from legato.data.dealing import Batch, BatchSource, StepBatches
+from legato.errors import LegatoError, NonFiniteError, StopRequested
 from legato.parallel.world import World
 from legato.train.masters import Masters
 from legato.train.signals import StopSignals
@@ -133,7 +133,7 @@ class Trainer:
     Args:
         model: What is trained.
         optimizer: Over exactly ``model.parameters``.
-        loader: Rows of each step: a pure function of the step.
+        loader: Gives each step its batches.
         learning_rate: ``step -> lr``, a pure function of the step.
         checkpointer: Saves; an open one. The caller closes it.
         saved: What a checkpoint holds, by name; ``saved["trainer"]`` is ``state``.
@@ -156,7 +156,7 @@ class Trainer:
         *,
         model: TrainableModel,
         optimizer: Any,
-        loader: Loader,
+        loader: BatchSource,
         learning_rate: Callable[[int], float],
         checkpointer: Checkpointer,
         saved: Mapping[str, Any],
@@ -211,6 +211,8 @@ class Trainer:
                 disk.
             NonFiniteError: A loss or gradient wasn't finite, and ``on_nonfinite`` is ``stop``; the
                 weights of the step before are on disk.
+            DataError: A stream came to a row that can't be used; the weights of the step before are
+                on disk.
             CheckpointWriteError: The final checkpoint couldn't be written.
         """
         self.model.module.train()
@@ -221,16 +223,16 @@ class Trainer:
             try:
                 for step in range(first_step, self.last_step + 1):
                     began = time.perf_counter()
-                    batches = self.loader.micro_batches(step)
-                    result = self._train_step(step, batches)
-                    self._count(result)
-                    self._report_step(step, result, seconds=time.perf_counter() - began)
+                    fetched = self._fetch(step)
+                    result = self._train_step(step, fetched.batches)
+                    self._count(result, fetched)
+                    self._report_step(step, result, fetched, seconds=time.perf_counter() - began)
                     if step == first_step:  # now the optimizer has a state to make room for
                         self.checkpointer.prepare(self.saved)
 
                     metrics = self._evaluate_if_due(step)
                     request = self._signals.poll()
-                    self._save_if_due(step, metrics, signalled=request.save)
+                    self._save_if_due(step, fetched, metrics, signalled=request.save)
                     self._report_saves()
                     if request.stop is not None:
                         stopped_by = request.stop
@@ -243,6 +245,17 @@ class Trainer:
         if stopped_by is not None:
             raise StopRequested(stopped_by)
         return FitResult(last_step=self.state.step, saves=tuple(self._saves))
+
+    def _fetch(self, step: int) -> StepBatches:
+        if not self.loader.reads_while_training:
+            return self.loader.fetch(step)
+        try:
+            return self.world.on_every_rank(lambda: self.loader.fetch(step))
+        except LegatoError:
+            # Every rank is between two steps, and the row may be the next run's to deal with.
+            if self.state.step:
+                self._final_save({}, reason="error")
+            raise
 
     def _train_step(self, step: int, batches: list[Batch]) -> StepResult:
         return train_step(
@@ -266,12 +279,13 @@ class Trainer:
             before_update=self.checkpointer.wait_staged,
         )
 
-    def _count(self, result: StepResult) -> None:
+    def _count(self, result: StepResult, fetched: StepBatches) -> None:
         self.state.advance(
-            rows=len(self.loader.step_rows(self.state.step + 1)),
+            rows=fetched.num_rows,
             tokens=result.num_tokens,
             loss=0.0 if result.skipped else result.loss,
             loss_tokens=0 if result.skipped else result.num_loss_tokens,
+            data_place=fetched.data_place,
         )
         if result.skipped:
             self.reporter.note(
@@ -279,7 +293,9 @@ class Trainer:
                 f"no update was made; samples {', '.join(result.nonfinite_ids[:8])}"
             )
 
-    def _report_step(self, step: int, result: StepResult, *, seconds: float) -> None:
+    def _report_step(
+        self, step: int, result: StepResult, fetched: StepBatches, *, seconds: float
+    ) -> None:
         values = {
             "loss": result.loss,
             "lr": self.learning_rate(step),
@@ -288,7 +304,7 @@ class Trainer:
             "num_loss_tokens": result.num_loss_tokens,
             "step_seconds": seconds,
             "tokens_per_second": result.num_tokens / seconds,
-            "epoch": self.loader.epoch_of(step),
+            "epoch": fetched.epoch,
         }
         log = self.intervals.log.due(step) or step == self.last_step
         self.reporter.step(step, values, log=log)
@@ -307,10 +323,12 @@ class Trainer:
             self.reporter.sampled(step, self.answer_prompts())
         return values
 
-    def _save_if_due(self, step: int, metrics: Mapping[str, Any], *, signalled: bool) -> None:
+    def _save_if_due(
+        self, step: int, fetched: StepBatches, metrics: Mapping[str, Any], *, signalled: bool
+    ) -> None:
         reason = self.checkpointer.due(
             step,
-            epoch_end=self.loader.epoch_of(step) != self.loader.epoch_of(step + 1),
+            epoch_end=fetched.ends_epoch,
             new_best=self._is_new_best(metrics),
             signalled=signalled,
         )

@@ -18,6 +18,7 @@ BASE: dict[str, Any] = {
     "datasets": [{"path": "a"}],
     "optimizer": {"lr": 1.0},
 }
+STREAM = {"streaming": True, "max_steps": 5}
 LORA = {"recipe": "lora_finetune_single_device"}
 EVALUATED = {"val_set_size": 10}
 
@@ -53,6 +54,8 @@ IGNORED = [
     ),
     ({"train_on_inputs": True, "roles_to_train": ["user"]}, "roles_to_train: train_on_inputs"),
     ({"shuffle_buffer_size": 5}, "shuffle_buffer_size: data that is read before training"),
+    (STREAM | {"epochs": 2}, "epochs: a stream is as long as max_steps says"),
+    (STREAM | {"max_steps_per_epoch": 2}, "max_steps_per_epoch: a stream is as long as max_steps"),
     ({"optimizer": {"name": "sgd", "lr": 1, "betas": [0.9, 0.9]}}, "optimizer.betas: sgd has no"),
     (
         {"lr_scheduler": {"name": "constant", "num_training_steps": 5}},
@@ -60,6 +63,9 @@ IGNORED = [
     ),
 ]
 CONTRADICTIONS = [
+    ({"streaming": True}, "max_steps: nobody knows the length of a stream"),
+    (STREAM | {"datasets": [{"path": "a"}, {"path": "b"}]}, "datasets: a weight counts how often"),
+    (STREAM | {"val_set_size": 0.1}, "val_set_size: a share of an unknown number of rows"),
     ({"epochs": None}, "epochs: null repeats the data until max_steps, which isn't set"),
     (EVALUATED | {"eval_datasets": [{"path": "e"}]}, "val_set_size: eval_datasets is set as well"),
     ({"master_weights": "none", "dtype": "fp32"}, "master_weights: dtype: fp32 needs no copy"),
@@ -80,8 +86,6 @@ CONTRADICTIONS = [
     ),
 ]
 NOT_YET = [
-    ({"streaming": True}, "streaming: true"),
-    ({"num_workers": 2}, "num_workers: 2"),
     (LORA | {"quantize_base": "nf4"}, "quantize_base: nf4"),
     ({"compile": {"scope": "model"}}, "compile.scope: model"),
     ({"optimizer_in_backward": True}, "optimizer_in_backward: true"),
@@ -127,6 +131,8 @@ def test_every_rule_has_a_case() -> None:
         {"max_steps_per_epoch": 0},
         {"chat_template": "t.jinja", "chat_template_kwargs": {"a": 1}},
         {"compile": {"scope": "block", "mode": "default"}},
+        STREAM | {"shuffle_buffer_size": 100, "num_workers": 2, "packing": True, "val_set_size": 9},
+        STREAM | {"eval_datasets": [{"path": "e"}, {"path": "f", "weight": 2}]},
         {"streaming": False, "num_workers": 0, "shared_storage": True},
         {"recipe": "full_finetune_distributed", "dp_shard": 2, "dp_replicate": 4}
         | {"reshard_after_forward": False, "cpu_offload": True},
@@ -143,7 +149,12 @@ def test_what_fits_together_is_taken(values: dict[str, Any]) -> None:
 
 def test_combinations_are_told_beside_other_mistakes() -> None:
     _, found = validate(BASE | {"lora_rank": 8, "epochs": "two", "modell": "x", "streaming": True})
-    assert {problem.path[0] for problem in found} == {"lora_rank", "epochs", "modell", "streaming"}
+    assert {problem.path[0] for problem in found} == {"lora_rank", "epochs", "modell", "max_steps"}
+
+
+def test_a_stream_of_another_weight_is_refused() -> None:
+    _, (found,) = validate(BASE | STREAM | {"datasets": [{"path": "a", "weight": 2}]})
+    assert str(found).startswith("datasets: a weight counts how often")
 
 
 def test_nothing_is_said_of_what_depends_on_a_mistake() -> None:

@@ -85,6 +85,20 @@ def test_the_block_of_a_resumed_lora_run_on_four_gpus_reads_like_this() -> None:
     ]
 
 
+def test_the_block_of_a_stream_says_what_nobody_knows_yet() -> None:
+    facts = replace(
+        FULL,
+        num_samples=None,
+        num_tokens=None,
+        num_trained_tokens=None,
+        epochs=None,
+        steps_per_epoch=None,
+    )
+    lines = start_block(facts).splitlines()
+    assert lines[5] == "data          read while training"
+    assert lines[7] == "length        24 steps (the data is repeated where it ends before)"
+
+
 def test_a_global_batch_that_does_not_come_out_even_says_so() -> None:
     facts = replace(
         FULL, world_size=3, global_batch_size=16, batch_size=2, gradient_accumulation_steps=3

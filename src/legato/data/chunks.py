@@ -1,0 +1,287 @@
+"""From the rows of a data set to samples, some rows at a time, and what became of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from legato.data.chat import ChatFormatter
+from legato.data.examples import Example
+from legato.data.formats import DatasetSpec, check_columns, convert_row, detect_format
+from legato.data.samples import DataReport, DatasetReport, Sample, Tally
+from legato.data.sources import BadRow, Row
+from legato.errors import DataError
+
+# Tokenized in one batch: enough for the tokenizer's threads, and soon done.
+CHUNK_ROWS = 250
+# Above this share of a data set, dropped samples are a mistake more often than noise.
+LOST_SHARE_WARNED = 0.05
+
+TOO_LONG = "longer than max_seq_len, dropped"
+TRUNCATED = "longer than max_seq_len, cut"
+UNTRAINED = "without a trained token, dropped"
+BAD = "bad rows, skipped"
+
+
+@dataclass(frozen=True, slots=True)
+class RowChunk:
+    """Rows that follow each other in a data set.
+
+    Attributes:
+        epoch: The pass over the data set, from 0.
+        first_row: Number of the first one in the data set, from 0.
+        rows: They.
+    """
+
+    epoch: int
+    first_row: int
+    rows: Sequence[Row | BadRow]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What such rows became.
+
+    Attributes:
+        epoch: The pass over the data set, from 0.
+        first_row: Number of the first row in the data set, from 0.
+        num_rows: Rows read, bad ones included.
+        samples: Usable samples, each with the number of its row.
+        tally: What is worth saying about them.
+        first_problem: What is wrong with the first bad row that was skipped.
+    """
+
+    epoch: int
+    first_row: int
+    num_rows: int
+    samples: Sequence[tuple[int, Sample]]
+    tally: Tally
+    first_problem: DataError | None
+
+
+@dataclass(frozen=True)
+class RowFormatter:
+    """Makes samples of rows: a pure function of them, so that any process may do it.
+
+    Attributes:
+        spec: The data set.
+        type: Its format: a key of ``FORMATS``.
+        mapping: Our column name: the file's.
+        formatter: Template, tokenizer, and which turns are trained.
+        max_seq_len: Most tokens of a sample.
+        excess_length: ``drop``, ``truncate`` or ``error``: what happens to a longer one.
+        on_bad_row: ``error`` or ``skip``: what happens to a row that can't be used.
+    """
+
+    spec: DatasetSpec
+    type: str
+    mapping: Mapping[str, str]
+    formatter: ChatFormatter
+    max_seq_len: int
+    excess_length: str = "drop"
+    on_bad_row: str = "error"
+
+    def __call__(self, chunk: RowChunk) -> Chunk:
+        """Convert, render, tokenize and fit.
+
+        Args:
+            chunk: Rows.
+
+        Returns:
+            What became of them.
+
+        Raises:
+            DataError: A row that can't be used, unless bad rows are to be skipped; a sample that is
+                too long, if that is an error.
+        """
+        tally, problems = Tally(), list[DataError]()
+
+        def bad(error: DataError, sample_id: str) -> None:
+            if self.on_bad_row == "error":
+                raise error
+            problems.append(error)
+            tally.add(BAD, sample_id)
+
+        numbers, examples = list[int](), list[Example]()
+        for number, row in enumerate(chunk.rows, start=chunk.first_row):
+            try:
+                examples.append(self._example(row))
+                numbers.append(number)
+            except DataError as error:
+                bad(error, row.sample_id)
+        made = self.formatter.format(examples, tally=tally, on_bad=bad)
+        fitted = [
+            (number, fitting)
+            for number, samples in zip(numbers, made, strict=True)
+            for sample in samples
+            if (fitting := self._within_limits(sample, tally)) is not None
+        ]
+        return Chunk(
+            epoch=chunk.epoch,
+            first_row=chunk.first_row,
+            num_rows=len(chunk.rows),
+            samples=fitted,
+            tally=tally,
+            first_problem=problems[0] if problems else None,
+        )
+
+    def _example(self, row: Row | BadRow) -> Example:
+        if isinstance(row, BadRow):
+            raise DataError(f"{row.where}: {row.reason}", path=row.where)
+        return convert_row(row, self.type, self.mapping)
+
+    def _within_limits(self, sample: Sample, tally: Tally) -> Sample | None:
+        if len(sample.input_ids) > self.max_seq_len:
+            if self.excess_length == "error":
+                raise DataError(
+                    f"{self.spec.path}: {sample.sample_id} has {len(sample.input_ids)} tokens, "
+                    f"max_seq_len is {self.max_seq_len}. Raise it, or set excess_length: drop or "
+                    "truncate",
+                    path=self.spec.path,
+                )
+            if self.excess_length == "drop":
+                tally.add(TOO_LONG, sample.sample_id)
+                return None
+            tally.add(TRUNCATED, sample.sample_id)
+            sample = Sample(
+                sample.input_ids[: self.max_seq_len],
+                sample.trained[: self.max_seq_len],
+                sample.sample_id,
+            )
+        if sample.num_loss_tokens == 0:
+            tally.add(UNTRAINED, sample.sample_id)
+            return None
+        return sample
+
+
+def settle_type(
+    spec: DatasetSpec, rows: Iterator[Row | BadRow]
+) -> tuple[str, Mapping[str, str], Iterator[Row | BadRow]]:
+    """The first row decides the format, where the config doesn't, and must have its columns.
+
+    Args:
+        spec: The data set.
+        rows: All of it.
+
+    Returns:
+        A key of ``FORMATS`` (``unknown`` if no row can be read), our column names mapped to the
+        file's, and the same rows again.
+
+    Raises:
+        DataError: Columns that fit no format, or not the configured one.
+    """
+    seen: list[Row | BadRow] = []
+    for row in rows:
+        seen.append(row)
+        if isinstance(row, Row):
+            break
+    name, mapping = spec.type or "unknown", spec.columns
+    first = seen[-1] if seen else None
+    if isinstance(first, Row):
+        if spec.type is None:
+            renamed = {
+                ours: first.columns[theirs]
+                for ours, theirs in spec.columns.items()
+                if theirs in first.columns
+            }
+            name, extra = detect_format(first.columns | renamed, where=first.where)
+            mapping = extra | dict(spec.columns)
+        check_columns(name, mapping, first.columns, where=first.where)
+    return name, mapping, itertools.chain(seen, rows)
+
+
+def row_chunks(
+    rows: Iterable[Row | BadRow], *, epoch: int = 0, first_row: int = 0
+) -> Iterator[RowChunk]:
+    """Cut rows into chunks.
+
+    Args:
+        rows: Rows that follow each other.
+        epoch: The pass that they belong to.
+        first_row: Number of the first one in its data set.
+
+    Yields:
+        RowChunk: ``CHUNK_ROWS`` rows; the last one may be shorter.
+    """
+    rows = iter(rows)
+    while chunk := list(itertools.islice(rows, CHUNK_ROWS)):
+        yield RowChunk(epoch, first_row, chunk)
+        first_row += len(chunk)
+
+
+@dataclass
+class Account:
+    """What became of a data set's rows so far.
+
+    Attributes:
+        maker: Who makes samples of them.
+        num_rows: Rows read, bad ones included.
+        num_samples: Samples kept.
+        num_tokens: Their tokens.
+        num_loss_tokens: Tokens that the model is trained to produce.
+        tally: What is worth saying about samples.
+        first_problem: What is wrong with the first bad row that was skipped.
+    """
+
+    maker: RowFormatter
+    num_rows: int = 0
+    num_samples: int = 0
+    num_tokens: int = 0
+    num_loss_tokens: int = 0
+    tally: Tally = field(default_factory=Tally)
+    first_problem: DataError | None = None
+
+    def add(self, chunk: Chunk) -> None:
+        """Count some rows."""
+        self.num_rows += chunk.num_rows
+        self.num_samples += len(chunk.samples)
+        self.num_tokens += sum(len(sample.input_ids) for _, sample in chunk.samples)
+        self.num_loss_tokens += sum(sample.num_loss_tokens for _, sample in chunk.samples)
+        self.tally.merge(chunk.tally)
+        self.first_problem = self.first_problem or chunk.first_problem
+
+    def refuse_nothing_left(self) -> None:
+        """Raise :class:`DataError` if no sample was kept."""
+        path = self.maker.spec.path
+        if self.num_samples:
+            return
+        if self.num_rows == 0:
+            raise DataError(f"{path}: no rows", path=path)
+        fates = "; ".join(f"{sentence}: {count:,}" for sentence, count in self.tally.counts.items())
+        first = f" The first: {self.first_problem}" if self.first_problem else ""
+        raise DataError(
+            f"{path}: nothing left to train on of {self.num_rows:,} rows: {fates}.{first} "
+            f"max_seq_len is {self.maker.max_seq_len}.",
+            path=path,
+            counts=dict(self.tally.counts),
+        )
+
+    def warnings(self) -> list[str]:
+        """What must not go unseen: a good part of the data that isn't trained on."""
+        counts = self.tally.counts
+        before = self.num_samples + counts.get(UNTRAINED, 0) + counts.get(TOO_LONG, 0)
+        return [
+            f"warning: {self.maker.spec.path}: {counts[sentence]:,} of {before:,} samples "
+            f"{sentence}; max_seq_len is {self.maker.max_seq_len}"
+            for sentence in (UNTRAINED, TOO_LONG)
+            if counts.get(sentence, 0) > LOST_SHARE_WARNED * before
+        ]
+
+    def report(self) -> DatasetReport:
+        """The account of this data set."""
+        return DatasetReport(
+            path=self.maker.spec.path,
+            type=self.maker.type,
+            detected=self.maker.spec.type is None,
+            num_rows=self.num_rows,
+            num_samples=self.num_samples,
+            num_tokens=self.num_tokens,
+            num_loss_tokens=self.num_loss_tokens,
+            counts=dict(self.tally.counts),
+            examples={sentence: list(ids) for sentence, ids in self.tally.examples.items()},
+        )
+
+    def as_report(self) -> DataReport:
+        """The account as that of all data, with its warnings."""
+        return DataReport(datasets=(self.report(),), warnings=tuple(self.warnings()))
