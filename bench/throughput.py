@@ -4,7 +4,8 @@ Same model, rows, order, batch, dtype, master weights, optimizer, clipping and l
 system runs in a process of its own, in an order that rotates with each repetition. The peers get
 the token ids and labels that Legato makes, so that no time goes into other people's tokenization.
 Gradient checkpointing is off on all, or on on all with --gradient-checkpointing. TRL's entropy and
-accuracy metrics can't be switched off: they are part of its step.
+accuracy metrics can't be switched off: they are part of its step. "Legato, packing" trains on the
+same rows, put together into rows of --packed-tokens: other steps, so its losses aren't compared.
 
     python bench/throughput.py --model .cache/smollm2-135m-instruct --json out/bench/throughput.json
 """
@@ -25,8 +26,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-SYSTEMS = ("legato", "hf", "trl")
-NAMES = {"legato": "Legato", "hf": "HF Trainer", "trl": "TRL SFTTrainer"}
+PEERS = ("hf", "trl")
+SYSTEMS = ("legato", "packed", *PEERS)
+NAMES = {
+    "legato": "Legato",
+    "packed": "Legato, packing",
+    "hf": "HF Trainer",
+    "trl": "TRL SFTTrainer",
+}
 WORDS = ("time", "person", "year", "way", "day", "thing", "world", "life", "hand", "part", "child")
 LEARNING_RATE = 1e-5
 SEED = 0
@@ -47,8 +54,10 @@ def main() -> None:
     check_same_work(runs)
     table = summary(runs)
     print(table)
+    print("\n".join(["", *packing_gain(runs)]))
     if args.json:
-        report = {"environment": environment(args), "table": table, "runs": runs}
+        report = {"environment": environment(args), "table": table, "packing": packing_gain(runs)}
+        report |= {"runs": runs}
         args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
@@ -64,6 +73,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--warm-up-steps", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--mean-tokens", type=int, default=160, help="mean length of a row")
+    parser.add_argument("--packed-tokens", type=int, default=1024, help="slots of a packed step")
     parser.add_argument("--trained-share", nargs="+", type=int, default=[65, 100], help="percent")
     parser.add_argument("--master-weights", choices=("fp32", "none"), default="fp32")
     parser.add_argument("--gradient-checkpointing", action="store_true")
@@ -88,6 +98,7 @@ def run_worker(
         command += ["--model", str(args.model.resolve()), "--trained-share", str(share)]
         command += ["--steps", str(args.steps), "--warm-up-steps", str(args.warm_up_steps)]
         command += ["--batch-size", str(args.batch_size), "--mean-tokens", str(args.mean_tokens)]
+        command += ["--packed-tokens", str(args.packed_tokens)]
         command += ["--master-weights", args.master_weights]
         command += ["--gradient-checkpointing"] if args.gradient_checkpointing else []
         done = subprocess.run(
@@ -113,9 +124,9 @@ def run_worker(
 def check_same_work(runs: list[dict[str, Any]]) -> None:
     """Equal token counts and, up to bf16 rounding, equal losses: else nothing is compared."""
     for share in {run["trained_share"] for run in runs}:
-        same = [run for run in runs if run["trained_share"] == share]
-        first = same[0]
+        same = [r for r in runs if r["trained_share"] == share and r["system"] != "packed"]
         for run in same:
+            first = same[0]
             if run["num_tokens"] != first["num_tokens"]:
                 sys.exit(f"{run['system']} saw {run['num_tokens']}, not {first['num_tokens']}")
             gaps = [abs(a - b) for a, b in zip(run["losses"], first["losses"], strict=True)]
@@ -138,7 +149,7 @@ def summary(runs: list[dict[str, Any]]) -> str:
         for system, chosen in figures.items():
             speeds = [run["tokens_per_second"] for run in chosen]
             peaks = [run["peak_bytes"] for run in chosen]
-            peers = [figures[name] for name in figures if name != "legato"]
+            peers = [figures[name] for name in figures if name in PEERS]
             lines.append(
                 f"| {chosen[0]['real_trained_share']:.0%} | {NAMES[system]} "
                 f"| {statistics.median(speeds):.1f} ({min(speeds):.1f} to {max(speeds):.1f}) "
@@ -147,6 +158,28 @@ def summary(runs: list[dict[str, Any]]) -> str:
                 f"| {to_best(chosen, peers, 'peak_bytes', min)} | {chosen[0]['losses'][-1]:.4f} |"
             )
     return "\n".join(lines)
+
+
+def packing_gain(runs: list[dict[str, Any]]) -> list[str]:
+    """How much faster packing is than padding, beside what the padding alone would give."""
+    lines = []
+    for share in sorted({run["trained_share"] for run in runs}):
+        padded, packed = (
+            [r for r in runs if (r["trained_share"], r["system"]) == (share, system)]
+            for system in ("legato", "packed")
+        )
+        if padded and packed:
+            pairs = zip(packed, padded, strict=True)
+            gain = statistics.median(
+                a["tokens_per_second"] / b["tokens_per_second"] for a, b in pairs
+            )
+            efficiency = padded[0]["token_efficiency"]
+            lines.append(
+                f"{padded[0]['real_trained_share']:.0%} trained: packing {gain:.2f} x padding; "
+                f"{efficiency:.0%} of the padded slots are tokens, so at least "
+                f"{0.9 / efficiency:.2f} is expected; packed: {packed[0]['token_efficiency']:.0%}"
+            )
+    return lines
 
 
 def to_best(
@@ -205,7 +238,7 @@ def write_rows(path: Path, *, share: int, args: argparse.Namespace) -> None:
             file.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
 
 
-def run_config(folder: Path, *, args: argparse.Namespace) -> Any:
+def run_config(folder: Path, *, args: argparse.Namespace, packing: bool = False) -> Any:
     """Legato's config of the run; the peers take their rows and their order from it."""
     from legato.config.load import load_config
 
@@ -230,6 +263,8 @@ def run_config(folder: Path, *, args: argparse.Namespace) -> Any:
         "save_only_model": True,
         "seed": SEED,
     }
+    if packing:  # a step of one row, of about as many tokens as the others' steps
+        config |= {"packing": True, "max_seq_len": args.packed_tokens, "batch_size": 1}
     (folder / "bench.yaml").write_text(json.dumps(config))  # JSON is YAML
     return load_config(str(folder / "bench.yaml"), [])
 
@@ -272,6 +307,8 @@ def result(
     return {
         "tokens_per_second": sum(num_tokens[args.warm_up_steps :]) / seconds,
         "num_tokens": num_tokens,
+        "token_efficiency": sum(num_tokens)
+        / sum(len(step) * max(len(sample.input_ids) for sample in step) for step in steps),
         "real_trained_share": sum(num_trained) / sum(num_tokens),
         "seconds": seconds,
         "losses": losses,
@@ -298,6 +335,27 @@ def train_with_legato(args: argparse.Namespace) -> dict[str, Any]:
         peak_bytes=done[-1]["peak_memory_bytes"],
         args=args,
     )
+
+
+def train_with_packing(args: argparse.Namespace) -> dict[str, Any]:
+    from legato import recipes
+    from legato.report.metrics import read_events
+
+    loaded = run_config(Path.cwd(), args=args, packing=True)
+    recipes.run(loaded.config, config_name=loaded.name, config_yaml=loaded.yaml)
+    done = [e for e in read_events(Path("run/metrics.jsonl")) if e["event"] == "step"]
+    timed = done[args.warm_up_steps :]
+    seconds = done[-1]["time"] - done[args.warm_up_steps - 1]["time"]
+    num_tokens = [event["num_tokens"] for event in done]
+    return {
+        "tokens_per_second": sum(event["num_tokens"] for event in timed) / seconds,
+        "num_tokens": num_tokens,
+        "token_efficiency": sum(num_tokens) / (len(done) * args.packed_tokens),
+        "real_trained_share": sum(event["num_loss_tokens"] for event in done) / sum(num_tokens),
+        "seconds": seconds,
+        "losses": [event["loss"] for event in done],
+        "peak_bytes": done[-1]["peak_memory_bytes"],
+    }
 
 
 def train_with_hf(args: argparse.Namespace) -> dict[str, Any]:
@@ -406,7 +464,12 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-WORKERS = {"legato": train_with_legato, "hf": train_with_hf, "trl": train_with_trl}
+WORKERS = {
+    "legato": train_with_legato,
+    "packed": train_with_packing,
+    "hf": train_with_hf,
+    "trl": train_with_trl,
+}
 
 if __name__ == "__main__":
     main()

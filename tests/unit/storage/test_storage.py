@@ -249,3 +249,18 @@ def test_free_bytes_are_known_for_a_folder_that_is_yet_to_be_made(tmp_path: Path
 def test_memory_paths_are_absolute() -> None:
     with pytest.raises(ValueError, match="absolute"):
         MemoryStorage().write_bytes("relative/name", b"")
+
+
+@pytest.mark.parametrize("has_call", [True, False])
+def test_a_write_of_several_pieces_arrives_whole_at_its_offset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_call: bool
+) -> None:
+    """Where the system can begin writing back early, and where it can't (macOS)."""
+    if not has_call:
+        monkeypatch.setattr("legato.storage.local._sync_file_range", None)
+    data = bytes(range(256)) * (17 * 4096)  # 17 MiB and a bit: three pieces
+    storage, path = LocalStorage(), str(tmp_path / "file")
+    storage.create_file(path, len(data) + 7)
+    storage.write_at(path, 7, data)
+    storage.sync_file(path)
+    assert Path(path).read_bytes() == bytes(7) + data
