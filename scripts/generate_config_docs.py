@@ -151,7 +151,7 @@ def schema_text() -> str:
     schema.pop("required")
     schema["$defs"]["OptimizerConfig"].pop("required")
     properties = schema["properties"]
-    for name in ("loggers", "roles_to_train", "lora_target_modules"):
+    for name in ("loggers", "roles_to_train", "lora_target_modules", "lora_modules_to_save"):
         described = {key: properties[name].pop(key) for key in ("default", "description")}
         # One name may stand without brackets.
         properties[name] = {"anyOf": [{"type": "string"}, properties[name]]} | described

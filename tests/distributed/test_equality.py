@@ -32,6 +32,11 @@ CASES: dict[str, Case] = {
     "lora": ("lora", {"tie_word_embeddings": True}, {}),
     "lora checkpointed": ("lora", {}, {"enable_activation_checkpointing": 2}),
     "dora": ("lora", {}, {"use_dora": True}),
+    "tied embedding and norms beside lora": (
+        "lora",
+        {"tie_word_embeddings": True},
+        {"lora_modules_to_save": ["embed_tokens", "input_layernorm"]},
+    ),
     "bf16": ("full", {"tie_word_embeddings": True}, {"dtype": "bf16"}),
     "lora bf16": ("lora", {}, {"dtype": "bf16"}),
     "dora bf16": ("lora", {}, {"dtype": "bf16", "use_dora": True}),

@@ -28,7 +28,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "full_fp32": ("full", {}),
     "full_bf16": ("full", {"dtype": "bf16"}),
     "lora_fp32": ("lora", {}),
-    "lora_bf16": ("lora", {"dtype": "bf16", "use_dora": True}),
+    "lora_bf16": (
+        "lora",
+        {"dtype": "bf16", "use_dora": True, "lora_modules_to_save": ["embed_tokens"]},
+    ),
 }
 
 
@@ -42,6 +45,7 @@ def next_step(config: RunConfig, output_dir: Path, step: int, world: World) -> d
             tensors=named_weights(module, trainable_only=trained.kind == "adapter"),
             kind=trained.kind,
             keys=trained.keys,
+            twins=trained.twins,
             file_dtype=DTYPES[config.dtype],
             masters=loaded.stored_masters,
             files=trained.files,
@@ -51,8 +55,8 @@ def next_step(config: RunConfig, output_dir: Path, step: int, world: World) -> d
     }
     with Checkpointer(str(output_dir), process_group=world.group) as checkpointer:
         checkpointer.restore(state)
-        restored = {f"model/{trained.keys[n] if trained.keys else n}": t
-                    for n, t in state["model"].tensors.items()}  # fmt: skip
+        part = state["model"]
+        restored = {f"model/{key}": part.tensors[n] for key, n in part.names_by_key().items()}
         restored |= {f"master/{name}": t for name, t in loaded.stored_masters.items()}
         restored |= {
             f"{moment}/{name}": value

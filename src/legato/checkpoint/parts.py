@@ -43,6 +43,8 @@ class ModelPart:
             persistent buffers, for an adapter its trainable parameters.
         kind: ``model`` or ``adapter``; says what the weight files are called.
         keys: Canonical name -> key in the file; None: the names are the keys.
+        twins: Further key in the file -> canonical name of the tensor that is written there as
+            well, for readers that look for tied weights under both names.
         file_dtype: What a tensor with a master is rounded to in the weight file; None: the dtype
             of the live tensor. Tensors without a master are written as they are.
         masters: Canonical name -> fp32 tensor that the live one is a rounded copy of. It is kept
@@ -53,6 +55,7 @@ class ModelPart:
     tensors: Mapping[str, Tensor]
     kind: Kind = "model"
     keys: Mapping[str, str] | None = None
+    twins: Mapping[str, str] = field(default_factory=dict)
     file_dtype: torch.dtype | None = None
     masters: Mapping[str, Tensor] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -73,6 +76,10 @@ class ModelPart:
     def key(self, name: str) -> str:
         """The key in the weight file of the tensor called ``name``."""
         return name if self.keys is None else self.keys[name]
+
+    def names_by_key(self) -> dict[str, str]:
+        """Every key of the weight file -> the canonical name of the tensor under it."""
+        return {self.key(name): name for name in self.tensors} | dict(self.twins)
 
     def stored_dtype(self, name: str) -> torch.dtype:
         """The dtype in the weight file of the tensor called ``name``."""

@@ -231,7 +231,8 @@ def _plan_shares(
 
 def _model_entries(parts: Parts, *, with_state: bool) -> Iterator[_Entry]:
     model = parts.model
-    for name, tensor in model.tensors.items():
+    for key, name in model.names_by_key().items():
+        tensor = model.tensors[name]
         _check_storable(name, tensor)
         dtype = model.stored_dtype(name)
         # The master is staged anyway and rounds to the live value; without state, the live
@@ -240,7 +241,7 @@ def _model_entries(parts: Parts, *, with_state: bool) -> Iterator[_Entry]:
             source, tensor = f"master/{name}", model.masters[name]
         else:
             source = f"model/{name}"
-        yield _Entry(model.key(name), source, tensor, dtype)
+        yield _Entry(key, source, tensor, dtype)
 
 
 def _state_entries(parts: Parts) -> Iterator[_Entry]:

@@ -117,15 +117,16 @@ def _restore_model(
         _refuse(path, f"it holds {_a(committed.manifest.kind)}, the run trains {_a(model.kind)}")
     reader = _open(storage, committed, MODEL_STEMS[model.kind])
     specs = reader.specs if reader is not None else {}
-    name_of = {model.key(name): name for name in model.tensors}
+    name_of = model.names_by_key()
     _compare_keys(path, expected=name_of, found=specs, what="the model")
     _compare(
         path,
         {key: (model.tensors[name], model.stored_dtype(name)) for key, name in name_of.items()},
         specs,
     )
-    for key, name in name_of.items():
+    for name in model.tensors:
         assert reader is not None
+        key = model.key(name)
         live, master = model.tensors[name], model.masters.get(name)
         if master is None:
             _fill(reader, key, live)

@@ -63,6 +63,8 @@ ADVICE: dict[str, str] = {
     "micro_batch_size": "Legato's key is `batch_size`",
     "num_epochs": "Legato's key is `epochs`",
     "lora_target": "Legato's key is `lora_target_modules`",
+    "modules_to_save": "Legato's key is `lora_modules_to_save`",
+    "additional_target": "Legato's key is `lora_modules_to_save`",
     "lora_target_linear": "Legato's key is `lora_target_modules: all-linear`",
     "test_datasets": "Legato's key is `eval_datasets`",
     "eval_dataset": "Legato's key is `eval_datasets`",

@@ -107,6 +107,7 @@ ONLY_WITH = (
             "lora_alpha",
             "lora_dropout",
             "lora_target_modules",
+            "lora_modules_to_save",
             "use_dora",
             "use_rslora",
         ),

@@ -224,6 +224,12 @@ class RunConfig(Section):
     lora_target_modules: TargetModules = key(
         "all-linear", "Names of the layers that get an update.", on_resume="refuse"
     )
+    lora_modules_to_save: TextList = key(
+        [],
+        "Modules that train as a whole beside the adapter and are saved in it: embed_tokens, "
+        "lm_head, norms.",
+        on_resume="refuse",
+    )
     use_dora: Switch = key(False, "Weight-decomposed LoRA.", on_resume="refuse")
     use_rslora: Switch = key(False, "Scale by alpha / sqrt(rank) instead.", on_resume="refuse")
     quantize_base: Literal["none", "nf4"] = key(

@@ -125,10 +125,12 @@ def build_model_part(model: Any, *, processing_class: Any, args: Any) -> ModelPa
         files |= _saved_files(processing_class)
     if is_peft_model(model):
         config = model.peft_config[model.active_adapter]
+        keys, twins = adapter_file_keys(model)
         return ModelPart(
             tensors=named_weights(model, trainable_only=True),
             kind="adapter",
-            keys=adapter_file_keys(model),
+            keys=keys,
+            twins=twins,
             files={**files, "adapter_config.json": adapter_config_bytes(config)},
         )
     if isinstance(model, PreTrainedModel):

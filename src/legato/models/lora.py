@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -16,11 +16,12 @@ from torch import nn
 from legato.errors import ConfigError, ModelError, ModelNotFoundError
 from legato.models.folder import find_model, weight_files, weights_digest
 from legato.models.meta import weights_stand_in
-from legato.models.names import named_weights
+from legato.models.names import canonical_name, named_weights
 from legato.models.quiet import silence_known_noise
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
+    from transformers import PreTrainedModel
 
 ALL_LINEAR = "all-linear"
 
@@ -35,11 +36,13 @@ class Adapter:
     Attributes:
         model: PEFT's model around the base, which was changed in place. Only the adapter trains.
         keys: Canonical name of each trainable tensor -> its key in ``adapter_model.safetensors``.
+        twins: Second key in that file -> the trainable tensor it repeats: a tied head that trains.
         files: Further files of an adapter folder: ``adapter_config.json`` and ``legato_base.json``.
     """
 
     model: PeftModel
     keys: Mapping[str, str]
+    twins: Mapping[str, str]
     files: Mapping[str, bytes]
 
 
@@ -50,6 +53,7 @@ def attach_lora(
     lora_alpha: float,
     lora_dropout: float = 0.0,
     lora_target_modules: str | Sequence[str] = ALL_LINEAR,
+    lora_modules_to_save: Sequence[str] = (),
     use_dora: bool = False,
     use_rslora: bool = False,
     base_name: str | Path,
@@ -69,6 +73,10 @@ def attach_lora(
         lora_dropout: Probability in ``[0, 1)``, applied to the update's input only.
         lora_target_modules: ``all-linear`` (every linear layer but the head), or module names as
             they end, such as ``q_proj`` or ``self_attn.q_proj``.
+        lora_modules_to_save: Modules that train as a whole beside the adapter and go into its file,
+            named alike: ``embed_tokens``, ``lm_head``, ``input_layernorm``. PEFT keeps the frozen
+            original beside the copy that trains. Where head and embedding are tied, either one
+            means both, and they stay tied.
         use_dora: Train direction and magnitude apart (DoRA).
         use_rslora: Scale by the square root of the rank.
         base_name: The base as the config names it, a folder or hub id: goes into
@@ -81,18 +89,23 @@ def attach_lora(
         device, with the values that it has beside real weights.
 
     Raises:
-        ConfigError: A target that matches no layer; the message lists what there is.
+        ConfigError: A name that matches no layer (the message lists what there is), or one that
+            is to get an update and to train as a whole.
         ModelError: A trainable tensor that PEFT wouldn't save; ``.names``.
     """
     silence_known_noise()
     from peft import LoraConfig, get_peft_model
 
     targets = _checked_targets(model, lora_target_modules)
+    whole = _modules_to_save(model, lora_modules_to_save, targets=targets)
     config = LoraConfig(
         r=lora_rank,
         lora_alpha=lora_alpha,
         lora_dropout=lora_dropout,
         target_modules=targets,
+        modules_to_save=whole or None,
+        # PEFT takes this word only where a tied module is among them.
+        **({"ensure_weight_tying": True} if set(whole) & set(_tied_modules(model)) else {}),
         use_dora=use_dora,
         use_rslora=use_rslora,
         # GPT-2's linear layers keep their weight transposed.
@@ -103,22 +116,26 @@ def attach_lora(
     with _own_random_state(model, seed), weights_stand_in(model):
         # The adapter stays in the base's dtype; fp32 masters are the trainer's.
         peft_model = get_peft_model(model, config, autocast_adapter_dtype=False)
+    _drop_stand_ins(peft_model)
+    keys, twins = adapter_file_keys(peft_model)
     base = _describe_base(str(base_name), base_revision)
     config.base_model_name_or_path = base["base"]
     # Beside a path a revision would mean nothing; beside a hub id it is what makes it exact.
     config.revision = None if Path(base["base"]).is_absolute() else base["revision"]
     return Adapter(
         model=peft_model,
-        keys=adapter_file_keys(peft_model),
+        keys=keys,
+        twins=twins,
         files={"adapter_config.json": adapter_config_bytes(config), BASE_FILE: _json_bytes(base)},
     )
 
 
 @torch.no_grad()
-def fill_magnitudes(model: nn.Module) -> None:
-    """Give the magnitudes of a fresh DoRA their first values: the norms of the base's weights.
+def fill_from_base(model: nn.Module) -> None:
+    """Give a fresh adapter the first values that it takes from its base.
 
-    For a base whose weights came after its adapter. Collective if the model is sharded.
+    Those are the copies that train as a whole, and DoRA's magnitudes, the norms of weights. For a
+    base whose weights came after its adapter. Collective if the model is sharded.
 
     Args:
         model: PEFT's model; ``B`` is still zero.
@@ -126,6 +143,9 @@ def fill_magnitudes(model: nn.Module) -> None:
     from peft.tuners.lora import LoraLayer
     from torch.distributed.tensor import DTensor
 
+    for copy, original in _trained_copies(model):
+        for name, parameter in original.named_parameters():
+            copy.get_parameter(name).copy_(parameter)
     for layer in model.modules():
         if not isinstance(layer, LoraLayer):
             continue
@@ -139,6 +159,28 @@ def fill_magnitudes(model: nn.Module) -> None:
             magnitude.weight.copy_(norms.view_as(magnitude.weight))
 
 
+def _trained_copies(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Each module that trains as a whole, and the frozen original that PEFT keeps beside it."""
+    from peft.utils import ModulesToSaveWrapper
+
+    for module in model.modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            yield module.modules_to_save[module.active_adapters[0]], module.original_module
+
+
+def _drop_stand_ins(model: nn.Module) -> None:
+    """Put copies of weights that are on the meta device there too; tied ones stay tied."""
+    empty: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    for copy, original in _trained_copies(model):
+        for name, parameter in original.named_parameters():
+            if parameter.is_meta:
+                stand_in = copy.get_parameter(name)
+                made = nn.Parameter(torch.empty_like(parameter))
+                # The stand-in is kept as well: a freed one's id would be given away again.
+                _, made = empty.setdefault(id(stand_in), (stand_in, made))
+                copy.register_parameter(name, made)
+
+
 def _checked_targets(model: nn.Module, targets: str | Sequence[str]) -> str | list[str]:
     """The targets as PEFT takes them; one that matches nothing is an error, PEFT lets it pass."""
     if targets == ALL_LINEAR:
@@ -149,19 +191,65 @@ def _checked_targets(model: nn.Module, targets: str | Sequence[str]) -> str | li
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | nn.Embedding) or type(module).__name__ == "Conv1D"
     ]
-    unknown = [
-        target
-        for target in wanted
-        if not any(name == target or name.endswith(f".{target}") for name in layers)
-    ]
-    if not wanted or unknown:
-        there = sorted({re.sub(r".*\.", "", name) for name in layers})
-        what = f"no layer is called {', '.join(unknown)}" if unknown else "the list is empty"
-        raise ConfigError(
-            f"lora_target_modules: {what} in {type(model).__name__}. "
-            f"There are: {', '.join(there)}; or {ALL_LINEAR} for every linear layer but the head."
-        )
+    _check_names(
+        model, wanted, layers, key="lora_target_modules",
+        or_else=f"; or {ALL_LINEAR} for every linear layer but the head",
+    )  # fmt: skip
     return wanted
+
+
+def _modules_to_save(
+    model: nn.Module, wanted: Sequence[str], *, targets: str | Sequence[str]
+) -> list[str]:
+    """Full names of the modules that train as a whole; of tied ones all or none.
+
+    Full, because PEFT takes ``norm`` for every module whose name ends so, ``input_layernorm`` too.
+    """
+    if not wanted:
+        return []
+    modules = [
+        name
+        for name, module in model.named_modules()
+        if any(True for _ in module.parameters(recurse=False))
+    ]
+    _check_names(model, wanted, modules, key="lora_modules_to_save", or_else="")
+    chosen = [name for name in modules if _is_named(name, wanted)]
+    if tied := [name for name in _tied_modules(model) if name in chosen]:
+        chosen += [name for name in _tied_modules(model) if name not in tied]
+    both = [name for name in chosen if targets != ALL_LINEAR and _is_named(name, targets)]
+    if both:
+        raise ConfigError(
+            f"lora_modules_to_save: {both[0]} is also one of lora_target_modules. It either trains "
+            "as a whole or gets an update: take it out of one of the two."
+        )
+    return chosen
+
+
+def _tied_modules(model: nn.Module) -> list[str]:
+    """Names of the modules that share the embedding's weight, itself included; none: it has its own."""
+    causal = cast("PreTrainedModel", model)
+    weight = causal.get_input_embeddings().weight
+    names = [n for n, m in model.named_modules() if getattr(m, "weight", None) is weight]
+    return names if len(names) > 1 else []
+
+
+def _check_names(
+    model: nn.Module, wanted: Sequence[str], names: Sequence[str], *, key: str, or_else: str
+) -> None:
+    unknown = [each for each in wanted if not any(_is_named(name, [each]) for name in names)]
+    if wanted and not unknown:
+        return
+    there = sorted({re.sub(r".*\.", "", name) for name in names})
+    what = f"no layer is called {', '.join(unknown)}" if unknown else "the list is empty"
+    raise ConfigError(
+        f"{key}: {what} in {type(model).__name__}. There are: {', '.join(there)}{or_else}."
+    )
+
+
+def _is_named(name: str, wanted: str | Sequence[str]) -> bool:
+    """Whether a module's full name is one of the names, or ends like one after a dot."""
+    wanted = [wanted] if isinstance(wanted, str) else wanted
+    return any(name == each or name.endswith(f".{each}") for each in wanted)
 
 
 @contextmanager
@@ -174,25 +262,44 @@ def _own_random_state(model: nn.Module, seed: int) -> Iterator[None]:
         yield
 
 
-def adapter_file_keys(model: PeftModel) -> dict[str, str]:
-    """Canonical name -> PEFT's key, found by identity while nothing wraps the model yet.
+def adapter_file_keys(model: PeftModel) -> tuple[dict[str, str], dict[str, str]]:
+    """PEFT's keys of what trains, found by identity while nothing wraps the model yet.
 
     Later PEFT itself would write the names of wrappers, or nothing at all, without an error.
+
+    Args:
+        model: PEFT's model.
+
+    Returns:
+        Canonical name -> key, and second key -> canonical name of the tensor that it repeats.
+
+    Raises:
+        ModelError: A trainable tensor that PEFT wouldn't save; ``.names``.
     """
     from peft import get_peft_model_state_dict
 
-    trainable = named_weights(model, trainable_only=True)
+    # Tied tensors under each of their names: PEFT looks for them under all, and reads them so.
+    trainable = {
+        canonical_name(name): parameter
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad
+    }
     # Explicit: by default PEFT may ask the hub whether the vocabulary was changed.
     saved = get_peft_model_state_dict(model, state_dict=trainable, save_embedding_layers=False)
-    key_of = {id(tensor): key for key, tensor in saved.items()}
-    lost = [name for name, tensor in trainable.items() if id(tensor) not in key_of]
+    keys_of: dict[int, list[str]] = {}
+    for key, tensor in saved.items():
+        keys_of.setdefault(id(tensor), []).append(key)
+    names = named_weights(model, trainable_only=True)
+    lost = [name for name, tensor in names.items() if id(tensor) not in keys_of]
     if lost:
         raise ModelError(
             f"{len(lost)} trainable tensors have no place in PEFT's adapter file, such as "
             f"{', '.join(lost[:3])}. They would be trained and then lost.",
             names=lost,
         )
-    return {name: key_of[id(tensor)] for name, tensor in trainable.items()}
+    keys = {name: keys_of[id(tensor)][0] for name, tensor in names.items()}
+    twins = {key: name for name, t in names.items() for key in keys_of[id(t)][1:]}
+    return keys, twins
 
 
 def _describe_base(base_name: str, base_revision: str | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,12 +28,14 @@ class Trained:
         kind: ``model`` (a step folder is the whole model) or ``adapter``.
         keys: Canonical name of each trained tensor -> its key in the file; None: the names.
         files: Further files of a step folder, by name.
+        twins: Further key in the file -> the trained tensor that it repeats.
     """
 
     module: Any
     kind: Literal["model", "adapter"]
     keys: Mapping[str, str] | None
     files: Mapping[str, bytes]
+    twins: Mapping[str, str] = field(default_factory=dict)
 
 
 def full(model: PreTrainedModel, config: RunConfig) -> Trained:
@@ -49,12 +51,19 @@ def lora(model: PreTrainedModel, config: RunConfig) -> Trained:
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
         lora_target_modules=config.lora_target_modules,
+        lora_modules_to_save=config.lora_modules_to_save,
         use_dora=config.use_dora,
         use_rslora=config.use_rslora,
         base_name=config.model,
         seed=config.seed,
     )
-    return Trained(module=adapter.model, kind="adapter", keys=adapter.keys, files=adapter.files)
+    return Trained(
+        module=adapter.model,
+        kind="adapter",
+        keys=adapter.keys,
+        files=adapter.files,
+        twins=adapter.twins,
+    )
 
 
 METHODS: Mapping[str, Callable[[PreTrainedModel, RunConfig], Trained]] = {

@@ -14,7 +14,7 @@ from legato.config.schema import RunConfig
 from legato.models.attention import settle_packing
 from legato.models.head import check_halves
 from legato.models.load import load_meta_model, load_model, split_head
-from legato.models.lora import fill_magnitudes
+from legato.models.lora import fill_from_base
 from legato.models.names import named_weights
 from legato.models.shard import Sharding, free_gathered, gradient_sync, sharded_decode
 from legato.models.wrap import wrap_model
@@ -134,8 +134,8 @@ def _sharded(config: RunConfig, world: World, sharding: Sharding) -> LoadedModel
     wrap_model(module, **_wrapping(config), sharding=sharding)
     offload = sharding.cpu_offload
     world.on_every_rank(lambda: base.fill(module, device=world.device, cpu_offload=offload))
-    if config.use_dora:
-        fill_magnitudes(module)
+    if trained.kind == "adapter":
+        fill_from_base(module)
     decode = sharded_decode(module, decoder)
     check_halves(module, decode, head)
     _settle_packing(config, module, decode)
@@ -151,7 +151,11 @@ def _sharded(config: RunConfig, world: World, sharding: Sharding) -> LoadedModel
         parameters=parameters,
         masters=None,
         stored_masters=stored,
-        set_gradient_sync=gradient_sync(module, keeps_whole_gradients=trained.kind == "adapter"),
+        set_gradient_sync=gradient_sync(
+            module,
+            # An embedding that trains as a whole is no small gradient.
+            keeps_whole_gradients=trained.kind == "adapter" and not config.lora_modules_to_save,
+        ),
         bytes_read=base.reader.bytes_read,
     )
 

@@ -99,6 +99,7 @@ def build_parts(config: RunConfig, data: RunData, *, world: World, state: TrainS
             tensors=named_weights(module, trainable_only=trained.kind == "adapter"),
             kind=trained.kind,
             keys=trained.keys,
+            twins=trained.twins,
             file_dtype=dtype,
             masters=loaded.stored_masters,
             files={**trained.files, **tokenizer_files(data.tokenizer, data.chat_template)},

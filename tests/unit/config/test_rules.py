@@ -27,6 +27,7 @@ IGNORED = [
     ({"lora_alpha": 16}, "lora_alpha: this recipe trains all weights"),
     ({"lora_dropout": 0.1}, "lora_dropout: this recipe trains all weights"),
     ({"lora_target_modules": ["q"]}, "lora_target_modules: this recipe trains all weights"),
+    ({"lora_modules_to_save": ["h"]}, "lora_modules_to_save: this recipe trains all weights"),
     ({"use_dora": True}, "use_dora: this recipe trains all weights"),
     ({"use_rslora": True}, "use_rslora: this recipe trains all weights"),
     ({"dp_shard": 2}, "dp_shard: this recipe trains on one device"),

@@ -13,8 +13,8 @@ ON_RESUME = {
         recipe model dtype master_weights seed datasets val_set_size chat_template
         chat_template_kwargs train_on_inputs roles_to_train turns_to_train special_tokens_in_text
         max_seq_len excess_length on_bad_row packing streaming shuffle_buffer_size batch_size
-        gradient_accumulation_steps lora_rank lora_alpha lora_dropout lora_target_modules use_dora
-        use_rslora quantize_base optimizer_in_backward
+        gradient_accumulation_steps lora_rank lora_alpha lora_dropout lora_target_modules
+        lora_modules_to_save use_dora use_rslora quantize_base optimizer_in_backward
     """,
     "warn": """
         eval_datasets attention epochs max_steps max_steps_per_epoch optimizer lr_scheduler

@@ -16,7 +16,7 @@ from legato.errors import ConfigError, ModelError
 from legato.models.folder import weight_files, weights_digest
 from legato.models.lora import Adapter, attach_lora
 from legato.models.names import named_weights
-from tests.helpers import families
+from tests.helpers import families, tiny
 
 INPUT_IDS = torch.arange(3, 15).view(2, 6)
 
@@ -28,6 +28,13 @@ FORMS: dict[str, dict[str, Any]] = {
     "rslora": {"use_rslora": True},
     "embedding": {"lora_target_modules": ["embed_tokens", "q_proj"]},
     "head": {"lora_target_modules": ["lm_head"]},
+    "whole": {"lora_modules_to_save": ["embed_tokens", "lm_head", "norm"]},
+    "whole projection": {"lora_modules_to_save": ["layers.1.mlp.down_proj"]},
+}
+TIED_FORMS: dict[str, list[str]] = {
+    "embedding": ["embed_tokens"],
+    "head": ["lm_head"],
+    "both and norms": ["embed_tokens", "lm_head", "input_layernorm"],
 }
 
 
@@ -60,6 +67,7 @@ def write(adapter: Adapter, folder: Path) -> Path:
     weights = named_weights(adapter.model, trainable_only=True)
     assert weights.keys() == adapter.keys.keys()
     tensors = {adapter.keys[name]: tensor.detach() for name, tensor in weights.items()}
+    tensors |= {key: weights[name].detach().clone() for key, name in adapter.twins.items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     for name, content in adapter.files.items():
         (folder / name).write_bytes(content)
@@ -108,6 +116,33 @@ def test_file_and_config_are_those_that_peft_writes(form: str, base: Path, tmp_p
         assert set(mine.keys()) == set(theirs.keys())
         for key in theirs.keys():  # noqa: SIM118
             assert torch.equal(mine.get_tensor(key), theirs.get_tensor(key)), key
+
+
+@pytest.mark.parametrize("names", TIED_FORMS.values(), ids=TIED_FORMS)
+def test_a_tied_embedding_that_trains_stays_tied_and_is_stored_as_peft_stores_it(
+    names: list[str], tmp_path: Path
+) -> None:
+    base = tiny.write_model(tmp_path / "base", tie_word_embeddings=True)
+    adapter = attach(base, lora_modules_to_save=names)
+    causal = adapter.model.get_base_model()
+    assert causal.lm_head.weight is causal.model.embed_tokens.weight
+    assert list(adapter.twins) == ["base_model.model.lm_head.weight"]
+    train(adapter)
+    expected = logits(adapter.model)
+    folder = write(adapter, tmp_path / "adapter")
+    assert torch.equal(logits(PeftModel.from_pretrained(load(base), folder)), expected)
+    adapter.model.save_pretrained(tmp_path / "peft", save_embedding_layers=False)
+    with safe_open(tmp_path / "peft" / "adapter_model.safetensors", "pt") as theirs:
+        assert set(theirs.keys()) == {*adapter.keys.values(), *adapter.twins}
+    with adapter.model.disable_adapter():
+        assert torch.equal(logits(adapter.model), logits(load(base)))
+
+
+def test_a_name_means_a_whole_part_of_a_path(base: Path) -> None:
+    """PEFT itself would take ``norm`` for input_layernorm and post_attention_layernorm too."""
+    adapter = attach(base, lora_modules_to_save=["norm"])
+    copies = [name for name in adapter.keys if "modules_to_save" in name]
+    assert copies == ["base_model.model.model.norm.modules_to_save.default.weight"]
 
 
 def test_a_fresh_adapter_changes_nothing_and_only_it_trains(base: Path) -> None:
@@ -205,6 +240,27 @@ def test_targets_that_match_nothing_are_refused_with_what_there_is(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         attach(base, lora_target_modules=targets)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"lora_modules_to_save": ["embed"]},
+            "lora_modules_to_save: no layer is called embed in MistralForCausalLM. There are: "
+            "down_proj, embed_tokens, .*, norm, ",
+        ),
+        (
+            {"lora_target_modules": ["q_proj", "lm_head"], "lora_modules_to_save": ["lm_head"]},
+            "lora_modules_to_save: lm_head is also one of lora_target_modules",
+        ),
+    ],
+)
+def test_modules_to_save_that_are_not_there_or_are_targets_are_refused(
+    base: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        attach(base, **options)
 
 
 def test_a_trainable_tensor_without_a_place_in_the_file_is_an_error(

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from legato.errors import ModelError
 from legato.models.load import load_meta_model, load_model
-from legato.models.lora import attach_lora, fill_magnitudes
+from legato.models.lora import attach_lora, fill_from_base
 from legato.models.names import named_weights
 from legato.recipes.methods import model_files
 from tests.helpers import families
@@ -135,12 +135,18 @@ def test_weights_are_rounded_as_on_one_device(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"use_dora": True}, {"lora_target_modules": ["embed_tokens", "q_proj"], "use_dora": True}],
+    [
+        {},
+        {"use_dora": True},
+        {"lora_target_modules": ["embed_tokens", "q_proj"], "use_dora": True},
+        {"lora_modules_to_save": ["embed_tokens", "input_layernorm"]},
+    ],
 )
+@pytest.mark.parametrize("family", ["mistral", "llama"])
 def test_an_adapter_beside_no_weights_has_the_values_that_it_has_beside_real_ones(
-    tmp_path: Path, options: dict[str, object]
+    tmp_path: Path, options: dict[str, object], family: str
 ) -> None:
-    folder = families.write_family(tmp_path, "mistral")
+    folder = families.write_family(tmp_path, family)
     settings = {"lora_rank": 4, "lora_alpha": 8, "seed": 7, "base_name": folder} | options
     expected = attach_lora(load_model(folder, dtype=torch.bfloat16), **settings)
     meta = load_meta_model(folder, dtype=torch.bfloat16)
@@ -149,9 +155,10 @@ def test_an_adapter_beside_no_weights_has_the_values_that_it_has_beside_real_one
     assert frozen
     assert all(parameter.is_meta for parameter in frozen)
     assert adapter.keys == expected.keys
+    assert adapter.twins == expected.twins
     assert adapter.files == expected.files
     meta.fill(adapter.model, device=CPU)
-    fill_magnitudes(adapter.model)
+    fill_from_base(adapter.model)
     found = named_weights(adapter.model)
     for name, tensor in named_weights(expected.model).items():
         assert torch.equal(found[name], tensor), name
