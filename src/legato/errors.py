@@ -144,7 +144,12 @@ class CompileError(LegatoError, RuntimeError):
 
 
 class NonFiniteError(LegatoError, ArithmeticError):
-    """A loss or a gradient norm isn't finite; ``.step``, ``.sample_ids``."""
+    """A loss or a gradient norm isn't finite; ``.step``, ``.sample_ids``.
+
+    ``.weights_changed``: an update was made before that was known.
+    """
+
+    weights_changed = False
 
 
 class MissingDependencyError(LegatoError, ImportError):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from legato.config.schema import RunConfig
 from legato.parallel.world import World
 from tests.helpers import spawn, tiny
 from tests.helpers.sharded import Arrays, Outcome, build_config, load_and_step, outcomes_on_rank
@@ -45,7 +47,10 @@ CASES: dict[str, Case] = {
 MESH_KEYS = ("dp_replicate", "reshard_after_forward")
 
 
-def compare(num_ranks: int, cases: dict[str, Case], folder: Path) -> None:
+def compare(
+    num_ranks: int, cases: dict[str, Case], folder: Path, *, others: Sequence[RunConfig] = ()
+) -> list[list[Outcome]]:
+    """Hold each case's step against that of one device; what ``others`` gave, by rank."""
     configs, expected = [], []
     for number, (method, shape, changes) in enumerate(cases.values()):
         shape = {"tie_word_embeddings": False} | shape
@@ -55,6 +60,7 @@ def compare(num_ranks: int, cases: dict[str, Case], folder: Path) -> None:
         alone = {key: value for key, value in changes.items() if key not in MESH_KEYS}
         one = build_config(model, method, num_ranks=1, **alone)
         expected.append(load_and_step(one, World.single("cpu")))
+    configs += [config.model_dump(mode="json", exclude_unset=True) for config in others]
     by_rank: list[list[Outcome]] = spawn.run(
         outcomes_on_rank, num_ranks, configs, timeout_seconds=280.0
     )
@@ -63,6 +69,7 @@ def compare(num_ranks: int, cases: dict[str, Case], folder: Path) -> None:
         for rank, outcomes in enumerate(by_rank):
             where = f"{name}, rank {rank} of {num_ranks}"
             assert_same_step(outcomes[number], expected[number], is_bf16=is_bf16, where=where)
+    return [outcomes[len(cases) :] for outcomes in by_rank]
 
 
 def assert_same_step(found: Outcome, expected: Outcome, *, is_bf16: bool, where: str) -> None:
@@ -89,8 +96,19 @@ def assert_close(found: Arrays, expected: Arrays, *, tolerance: float, where: st
         assert difference <= limit, f"{where}: {name} differs by {difference}, {limit} is allowed"
 
 
-def test_two_ranks_take_the_step_of_one_device(tmp_path: Path) -> None:
-    compare(2, CASES, tmp_path)
+def test_two_ranks_take_the_step_of_one_device_also_in_backward(tmp_path: Path) -> None:
+    model = tiny.write_model(tmp_path / "model", tie_word_embeddings=True)
+    options = {"dtype": "bf16", "enable_activation_checkpointing": True}
+    options |= {"batch_size": 3, "clip_grad_norm": None}
+    after = build_config(model, "full", num_ranks=2, **options)
+    during = build_config(model, "full", num_ranks=2, **options, optimizer_in_backward=True)
+    for expected, found in compare(2, CASES, tmp_path, others=[after, during]):
+        assert (found.loss, found.grad_norm) == (expected.loss, expected.grad_norm)
+        assert len(expected.gradients) == len(expected.after)
+        assert not found.gradients  # before backward there are none, and after it none are left
+        for name, value in expected.after.items():
+            assert np.array_equal(found.after[name], value), name
+            assert not np.array_equal(value, expected.before[name]), name
 
 
 def test_three_ranks_take_the_step_of_one_device(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,14 @@ from tests.helpers.runs import (
     steps_in,
     write_config,
 )
+from tests.helpers.tiny import write_model
+
+IN_BACKWARD = [
+    "optimizer_in_backward=true",
+    "clip_grad_norm=null",
+    "batch_size=4",
+    "gradient_accumulation_steps=1",
+]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -68,3 +77,41 @@ def test_distributed_recipe_on_nccl_saves_what_the_single_device_recipe_reads(
     [step] = steps_in(tmp_path / "out")
     AutoModelForCausalLM.from_pretrained(tmp_path / "out" / f"step_{step}")
     assert legato(*run) == 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_offloaded_activations_change_no_loss_and_take_less_device_memory(
+    tmp_path: Path, recipe: str
+) -> None:
+    # Rows long enough that the blocks' inputs are more than what a step takes anyway.
+    model = write_model(
+        tmp_path / "model", num_hidden_layers=8, hidden_size=256, max_position_embeddings=4096
+    )
+    config = write_config(
+        tmp_path, model=model, recipe=recipe, enable_activation_checkpointing=True
+    )
+    data = tmp_path / "orders.jsonl"
+    with data.open("w") as file:
+        for _ in range(10):
+            file.write(json.dumps({"prompt": "x" * 3000, "completion": "y" * 500}) + "\n")
+    peaks = []
+    for name, options in (("kept", []), ("offloaded", ["enable_activation_offloading=true"])):
+        torch.cuda.reset_peak_memory_stats()
+        run = ["run", "--config", config, "device=cuda", "max_seq_len=4096", *options]
+        assert legato(*run, f"output_dir={tmp_path / name}") == 0
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert losses(tmp_path / "offloaded") == losses(tmp_path / "kept")
+    assert peaks[1] < peaks[0]
+
+
+@pytest.mark.parametrize("options", [["optimizer.name=adamw_8bit"], IN_BACKWARD], ids=str)
+def test_a_resumed_low_memory_run_is_the_undisturbed_one_bit_for_bit(
+    tmp_path: Path, tiny_model_dir: Path, options: list[str]
+) -> None:
+    config = write_config(tmp_path, model=tiny_model_dir, recipe=RECIPES[0], dtype="bf16")
+    run = ["run", "--config", config, "device=cuda", *options]
+    assert legato(*run) == 0
+    here = tmp_path / "here"
+    assert legato(*run, f"output_dir={here}", "stop_after_step=2") == 0
+    assert legato(*run, f"output_dir={here}") == 0
+    assert_same_tensors(here / "step_3", tmp_path / "out" / "step_3")

@@ -16,6 +16,7 @@ from legato.data.loader import Loader
 from legato.optim.build import build_optimizer
 from legato.parallel.world import World
 from legato.recipes.model import LoadedModel, build_model
+from legato.train.in_backward import InBackward
 from legato.train.step import train_step
 from tests.helpers import rows
 
@@ -58,18 +59,30 @@ def load_and_step(config: RunConfig, world: World) -> Outcome:
     """Load the model and take one step with AdamW. Collective on several ranks."""
     loaded = build_model(config, world=world)
     optimizer = build_optimizer(loaded.parameters, lr=config.optimizer.lr)
-    return take_step(loaded, optimizer, world)
+    return take_step(
+        loaded,
+        optimizer,
+        world,
+        batch_size=max(2, config.batch_size),
+        in_backward=config.optimizer_in_backward,
+    )
 
 
 def take_step(
-    loaded: LoadedModel, optimizer: torch.optim.Optimizer, world: World, *, step: int = 1
+    loaded: LoadedModel,
+    optimizer: torch.optim.Optimizer,
+    world: World,
+    *,
+    step: int = 1,
+    batch_size: int = 2,
+    in_backward: bool = False,
 ) -> Outcome:
     """Take ``step``: all of ``DATA``, in that epoch's order. Collective on several ranks."""
     lr = optimizer.param_groups[0]["lr"]
     loader = Loader(
         rows.as_data(DATA),
         global_batch_size=len(DATA),
-        batch_size=2,
+        batch_size=batch_size,
         seed=0,
         pad_id=rows.PAD_ID,
         rank=world.rank,
@@ -78,6 +91,9 @@ def take_step(
     parameters = loaded.parameters
     before = whole(parameters)
     gradients: Arrays = {}
+    updates = None
+    if in_backward:
+        updates = InBackward(optimizer, parameters=parameters, masters=loaded.masters)
 
     def look() -> None:
         gradients.update(whole({n: p.grad for n, p in parameters.items() if p.grad is not None}))
@@ -92,6 +108,7 @@ def take_step(
         seed=0,
         step=step,
         masters=loaded.masters,
+        in_backward=updates,
         rank=world.rank,
         sum_over_ranks=world.sum_over_ranks,
         device=world.device,

@@ -76,7 +76,7 @@ def test_modules_that_train_as_a_whole_resume_bit_for_bit_and_are_the_only_ones_
         f"{whole}.embed_tokens.weight",
         f"{whole}.norm.weight",
     ]
-    # The tied head is a second key of the file, and nothing besides: one master, one pair of moments.
+    # The tied head is a second key of the file and nothing else: it has no master of its own.
     assert sorted(name for name in names if name.startswith("master/")) == [
         f"master/{whole}.embed_tokens.modules_to_save.default.weight",
         f"master/{whole}.norm.modules_to_save.default.weight",

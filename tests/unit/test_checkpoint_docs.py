@@ -168,7 +168,7 @@ def test_the_manifest_of_a_run_has_the_fields_of_the_docs(full: Path) -> None:
 def test_the_trainer_state_of_a_run_has_the_fields_of_the_docs(full: Path) -> None:
     content = json.loads((full / "state" / "trainer.json").read_bytes())
     assert set(content) == {"format", "parts", "optimizer"}
-    assert set(content["optimizer"]) == {"groups", "values"}
+    assert set(content["optimizer"]) == {"groups", "values", "packs_moments"}
     assert set(content["parts"]) == {"trainer"}
     told = section("state/trainer.json")
     assert [name for name in content["parts"]["trainer"] if f"`{name}`" not in told] == []

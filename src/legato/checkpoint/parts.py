@@ -34,6 +34,15 @@ class Stateful(Protocol):
         ...
 
 
+@runtime_checkable
+class PacksMoments(Protocol):
+    """An optimizer whose state holds tensors that are packed of several, such as 8-bit moments."""
+
+    def empty_moment(self, parameter: Tensor, moment: str) -> Tensor:
+        """A state tensor of ``parameter`` as the first step makes it, packed or not."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class ModelPart:
     """The weights of a checkpoint, and the small files beside them.
@@ -92,7 +101,8 @@ class OptimizerPart:
     """An optimizer and the names of what it updates.
 
     Attributes:
-        optimizer: A torch optimizer whose state is tensors and plain numbers.
+        optimizer: A torch optimizer whose state is tensors and plain numbers; with packed tensors
+            if it is a `PacksMoments`.
         names: Canonical name -> the tensor that the optimizer holds (the master where there is
             one): exactly those of its parameter groups.
         restore_groups: Whether restoring also sets the groups' hyperparameters (learning rate,
@@ -134,13 +144,18 @@ class OptimizerPart:
         found = sum(
             value.numel() * value.element_size()
             for tensor in self.names.values()
-            for value in state.get(tensor, {}).values()
-            if isinstance(value, Tensor)
+            for _, value in state_tensors(state.get(tensor, {}))
         )
         if found:
             return found
         moments = _num_moments(self.optimizer.defaults)
-        return moments * sum(t.numel() * t.element_size() for t in self.names.values())
+        return moments * sum(self._moment_bytes(tensor) for tensor in self.names.values())
+
+    def _moment_bytes(self, tensor: Tensor) -> int:
+        if not isinstance(self.optimizer, PacksMoments):
+            return tensor.numel() * tensor.element_size()
+        empty = self.optimizer.empty_moment(torch.empty_like(tensor, device="meta"), "exp_avg")
+        return sum(t.numel() * t.element_size() for _, t in state_tensors({"exp_avg": empty}))
 
 
 class RngPart:
@@ -197,7 +212,7 @@ class Parts:
             state = self.optimizer.optimizer.state
             for parameter in self.optimizer.names.values():
                 if parameter in state:
-                    tensors += [v for v in state[parameter].values() if isinstance(v, Tensor)]
+                    tensors += [value for _, value in state_tensors(state[parameter])]
         return tensors
 
     def trainer_json(self) -> dict[str, Any]:
@@ -211,8 +226,40 @@ class Parts:
                 for name, tensor in self.optimizer.names.items()
                 if (scalars := _scalars(self.optimizer.optimizer.state.get(tensor, {}), name))
             }
-            content["optimizer"] = {"groups": self.optimizer.groups_json(), "values": values}
+            content["optimizer"] = {
+                "groups": self.optimizer.groups_json(),
+                "values": values,
+                "packs_moments": isinstance(self.optimizer.optimizer, PacksMoments),
+            }
         return content
+
+
+def state_tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Name and tensor in an optimizer's state of one parameter; of a packed one its pieces.
+
+    ``exp_avg``, or ``exp_avg.codes``, ``exp_avg.scale``, ...
+    """
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            continue
+        pieces = packed_pieces(value)
+        if not pieces:
+            yield name, value
+        for piece, tensor in pieces.items():
+            yield f"{name}.{piece}", tensor
+
+
+def packed_pieces(value: Tensor) -> dict[str, Tensor]:
+    """The plain tensors that a tensor is packed of, by torch's protocol; empty: it isn't."""
+    if type(value) in (Tensor, nn.Parameter) or not hasattr(value, "__tensor_flatten__"):
+        return {}
+    # A DTensor speaks the protocol as well, and is stored as it is.
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(value, DTensor):
+        return {}
+    names, _ = value.__tensor_flatten__()
+    return {name: getattr(value, name) for name in names}
 
 
 def sort_parts(state: Mapping[str, Any]) -> Parts:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from legato.checkpoint.manifest import MANIFEST_NAME, STATE_FOLDER, Slice, digest_of
-from legato.checkpoint.parts import Parts, encode_json
+from legato.checkpoint.parts import PacksMoments, Parts, encode_json, state_tensors
 from legato.errors import CheckpointError
 from legato.hf_folder import (
     Box,
@@ -251,11 +251,15 @@ def _state_entries(parts: Parts) -> Iterator[_Entry]:
         return
     state = parts.optimizer.optimizer.state
     for name, parameter in parts.optimizer.names.items():
-        for moment, value in state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                key = f"{moment}/{name}"
-                _check_storable(key, value)
-                yield _Entry(key, f"optimizer/{key}", value, value.dtype)
+        if not isinstance(parts.optimizer.optimizer, PacksMoments):
+            # Nobody could make such a tensor anew to restore it.
+            for moment, value in state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    _check_storable(f"{moment}/{name}", value)
+        for moment, value in state_tensors(state.get(parameter, {})):
+            key = f"{moment}/{name}"
+            _check_storable(key, value)
+            yield _Entry(key, f"optimizer/{key}", value, value.dtype)
 
 
 def _rng_entries(parts: Parts, world_size: int) -> Iterator[_Entry]:

@@ -11,7 +11,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from legato.checkpoint.parts import ModelPart, OptimizerPart, Parts, RngPart
+from legato.checkpoint.parts import (
+    ModelPart,
+    OptimizerPart,
+    PacksMoments,
+    Parts,
+    RngPart,
+    packed_pieces,
+)
 from legato.checkpoint.plan import MODEL_STEMS, OPTIMIZER_STEM, RNG_STEM, TRAINER_FILE
 from legato.checkpoint.records import Committed
 from legato.checkpoint.staging import local
@@ -171,6 +178,16 @@ def _restore_optimizer(
         _refuse_keys(path, strangers, "are in its optimizer state, but not in the optimizer")
     if unused := [k for k in keys if k.startswith("master/") and k[7:] not in masters]:
         _refuse_keys(path, unused, "are in its state, but the run keeps no masters of them")
+    packs = isinstance(part.optimizer, PacksMoments)
+    # A step from before there were packed moments doesn't say.
+    if keys and packs != content["optimizer"].get("packs_moments", False):
+        held = "plain moments" if packs else "moments packed in 8 bits"
+        _refuse(
+            path,
+            f"it holds {held}, this run's optimizer keeps them otherwise: was optimizer.name "
+            "changed? Put it back, or begin a new run from the step's weights",
+            key=keys[0],
+        )
     group_of = {id(p): group for group in part.optimizer.param_groups for p in group["params"]}
     for parameter in part.names.values():
         part.optimizer.state.pop(parameter, None)
@@ -180,6 +197,9 @@ def _restore_optimizer(
             continue
         assert state is not None
         parameter = part.names[name]
+        if packs and "." in moment:
+            _fill_packed(state, key, part=part, path=path)
+            continue
         value = _new_state(
             state.specs[key], parameter, moment=moment, group=group_of[id(parameter)]
         )
@@ -189,6 +209,22 @@ def _restore_optimizer(
         part.optimizer.state[part.names[name]].update(scalars)
     if part.restore_groups:
         _restore_groups(part, content["optimizer"]["groups"], path=path)
+
+
+def _fill_packed(state: FolderReader, key: str, *, part: OptimizerPart, path: str) -> None:
+    """Read one piece of a packed moment; the first one of each makes it."""
+    place, name = key.split("/", 1)
+    moment, piece = place.split(".", 1)
+    parameter = part.names[name]
+    kept = part.optimizer.state[parameter]
+    if moment not in kept:
+        assert isinstance(part.optimizer, PacksMoments)
+        kept[moment] = part.optimizer.empty_moment(parameter, moment)
+    target = packed_pieces(kept[moment]).get(piece)
+    if target is None:
+        _refuse(path, f"{key} has no place in the optimizer's state: was torchao changed?", key=key)
+    _compare(path, {key: (target, target.dtype)}, state.specs)
+    _fill(state, key, target)
 
 
 def _new_state(

@@ -81,6 +81,19 @@ ADVICE: dict[str, str] = {
 }
 """Keys of other trainers that aren't ours under any spelling, and what to do instead."""
 
+VALUE_ADVICE: dict[str, dict[str, str]] = {
+    "optimizer.name": {
+        "adafactor": "Adafactor keeps sums over whole rows and columns of a weight, and fails "
+        "where ranks hold a part each; adamw_8bit takes little memory too",
+        "adamw_torch": "Legato's name is adamw",
+        "adamw_torch_fused": "Legato's adamw is fused wherever the device can",
+        "adamw_torch_8bit": "Legato's name is adamw_8bit",
+        "adamw_bnb_8bit": "Legato's name is adamw_8bit, by torchao",
+    },
+    "metric_for_best_model": {"loss": "Legato's name is eval_loss, or train_loss without data"},
+}
+"""Key -> values of other trainers, or well-known ones that aren't offered, and what to do."""
+
 COMPONENT = "_component_"
 COMPONENT_ADVICE: dict[str, str] = {
     "model": "`model: <hub id or folder>`",

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from legato.config.aliases import ADVICE, ALIASES
+from legato.config.aliases import ADVICE, ALIASES, VALUE_ADVICE
 from legato.config.rules import Problem, dotted
 from legato.config.schema import RunConfig
 from legato.config.source import Path
@@ -160,6 +160,9 @@ def _shown(value: Any) -> str:
 def _hint(details: ErrorDetails) -> str:
     if details["type"] != "literal_error" or not isinstance(details["input"], str):
         return ""
+    advice = VALUE_ADVICE.get(dotted(tuple(details["loc"])), {}).get(details["input"].lower())
+    if advice is not None:
+        return f". {advice}"
     allowed = re.findall(r"'([^']*)'", str(details.get("ctx", {}).get("expected", "")))
     return did_you_mean(details["input"], allowed)
 

@@ -184,7 +184,7 @@ ONLY_WITH = (
     OnlyWith(
         ("optimizer.betas",),
         ("optimizer",),
-        lambda c: c.optimizer.name in ("adamw", "adam"),
+        lambda c: c.optimizer.name != "sgd",
         "sgd has no betas",
     ),
     OnlyWith(
@@ -238,8 +238,55 @@ CONFLICTS = (
     ),
     Conflict(
         ("master_weights", "optimizer"),
-        lambda c: c.master_weights == "none" and c.optimizer.name != "adamw",
-        "only adamw rounds stochastically; use it, or keep fp32 master weights",
+        lambda c: c.master_weights == "none" and c.optimizer.name not in ("adamw", "adamw_8bit"),
+        "only adamw and adamw_8bit round stochastically; use one, or keep fp32 master weights",
+    ),
+    Conflict(
+        ("optimizer", "recipe"),
+        lambda c: c.optimizer.name == "adamw_8bit" and is_distributed(c),
+        "adamw_8bit works on a single device only: its blocks of 256 values cross the rows that "
+        "ranks share out, so that another number of processes couldn't go on from its state. Use "
+        "adamw",
+    ),
+    Conflict(
+        ("optimizer_in_backward", "clip_grad_norm"),
+        lambda c: c.optimizer_in_backward and c.clip_grad_norm is not None,
+        "a gradient is used and gone before the norm of all of them is known; set clip_grad_norm: "
+        "null",
+    ),
+    Conflict(
+        ("optimizer_in_backward", "gradient_accumulation_steps"),
+        lambda c: c.optimizer_in_backward and c.gradient_accumulation_steps > 1,
+        "each micro-batch would be an update of its own; set gradient_accumulation_steps: 1",
+    ),
+    Conflict(
+        ("optimizer_in_backward", "on_nonfinite"),
+        lambda c: c.optimizer_in_backward and c.on_nonfinite == "skip",
+        "weights have changed before it is known that a gradient isn't finite; use on_nonfinite: "
+        "stop",
+    ),
+    Conflict(
+        ("optimizer_in_backward", "cpu_offload"),
+        lambda c: c.optimizer_in_backward and c.cpu_offload,
+        "the update would begin while its gradient is still on the way to host memory; use one of "
+        "the two",
+    ),
+    Conflict(
+        ("optimizer_in_backward", "master_weights", "dp_replicate"),
+        lambda c: c.optimizer_in_backward and c.master_weights == "none" and c.dp_replicate > 1,
+        "copies of the model that round at random during backward would drift apart; keep fp32 "
+        "master weights, or set dp_replicate: 1",
+    ),
+    Conflict(
+        ("enable_activation_offloading", "enable_activation_checkpointing"),
+        lambda c: c.enable_activation_offloading and int(c.enable_activation_checkpointing) != 1,
+        "what every block saves for backward, weights too, would travel; set "
+        "enable_activation_checkpointing: true, and only the blocks' inputs do",
+    ),
+    Conflict(
+        ("enable_activation_offloading", "device"),
+        lambda c: c.enable_activation_offloading and c.device in ("cpu", "mps"),
+        "activations are in host memory already; leave it out",
     ),
     Conflict(
         ("metric_for_best_model", *_EVALUATION),
@@ -271,8 +318,6 @@ CONFLICTS = (
 LATER: Mapping[str, Callable[[Any], bool]] = {
     "quantize_base": lambda v: v != "none",
     "compile": lambda v: getattr(v, "scope", "block") != "block",
-    "optimizer_in_backward": bool,
-    "enable_activation_offloading": bool,
     "shared_storage": lambda v: not v,
 }
 """Keys whose feature isn't built yet, each with the test that tells a value which would need it."""

@@ -280,9 +280,10 @@ class RunConfig(Section):
         unit="optimizer steps",
         ge=1,
     )
-    metric_for_best_model: str | None = key(
+    metric_for_best_model: Literal["eval_loss", "train_loss"] | None = key(
         None,
-        "Metric of `best`; eval_loss where there is evaluation data, else train_loss.",
+        "Metric of `best`; eval_loss where there is evaluation data, else train_loss, the mean "
+        "since the last save.",
         on_resume="free",
     )
     greater_is_better: Switch = key(False, "Whether a larger metric is better.", on_resume="free")

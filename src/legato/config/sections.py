@@ -35,7 +35,11 @@ class DatasetConfig(Section):
 class OptimizerConfig(Section):
     """The update rule."""
 
-    name: Literal["adamw", "adam", "sgd"] = key("adamw", "The algorithm.", on_resume="warn")
+    name: Literal["adamw", "adamw_8bit", "adam", "sgd"] = key(
+        "adamw",
+        "The algorithm; adamw_8bit keeps its moments in 8 bits (torchao).",
+        on_resume="warn",
+    )
     lr: float = key(..., "Peak learning rate.", on_resume="warn", gt=0, allow_inf_nan=False)
     weight_decay: float = key(
         0.0,

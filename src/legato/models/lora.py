@@ -104,8 +104,8 @@ def attach_lora(
         lora_dropout=lora_dropout,
         target_modules=targets,
         modules_to_save=whole or None,
-        # PEFT takes this word only where a tied module is among them.
-        **({"ensure_weight_tying": True} if set(whole) & set(_tied_modules(model)) else {}),
+        # Said only where it means something: PEFT warns elsewhere.
+        ensure_weight_tying=bool(whole) and not set(whole).isdisjoint(_tied_modules(model)),
         use_dora=use_dora,
         use_rslora=use_rslora,
         # GPT-2's linear layers keep their weight transposed.
@@ -226,7 +226,7 @@ def _modules_to_save(
 
 
 def _tied_modules(model: nn.Module) -> list[str]:
-    """Names of the modules that share the embedding's weight, itself included; none: it has its own."""
+    """Names of the modules that share the embedding's weight, its own among them; else none."""
     causal = cast("PreTrainedModel", model)
     weight = causal.get_input_embeddings().weight
     names = [n for n, m in model.named_modules() if getattr(m, "weight", None) is weight]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from legato.errors import ConfigError
@@ -47,6 +48,37 @@ def wrap_model(
         compile_blocks(model, **compile_options)
     if sharding is not None:
         shard_model(model, sharding)
+
+
+def offload_activations(
+    decode: Callable[..., Tensor], *, device: torch.device
+) -> Callable[..., Tensor]:
+    """``decode`` with what it saves for backward kept in host memory meanwhile.
+
+    For a model whose blocks are all checkpointed: then that is each block's input. Of other blocks
+    it would be their weights as well.
+
+    Args:
+        decode: A forward pass of the model's blocks.
+        device: Where it computes.
+
+    Returns:
+        The same function.
+
+    Raises:
+        ConfigError: The device isn't a CUDA device: there is no other memory to keep them out of.
+    """
+    if device.type != "cuda":
+        raise ConfigError(
+            f"enable_activation_offloading: this run computes on {device.type}, where activations "
+            "are in host memory already. Leave it out."
+        )
+
+    def offloading(*inputs: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            return decode(*inputs)
+
+    return offloading
 
 
 def apply_activation_checkpointing(model: nn.Module, *, every: int = 1) -> int:

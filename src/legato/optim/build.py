@@ -31,14 +31,15 @@ def build_optimizer(
 
     Args:
         named_parameters: Canonical name -> parameter, or its fp32 master.
-        name: ``adamw``; ``adam``, whose decay is an L2 term of the gradient; or ``sgd``, without
-            momentum.
+        name: ``adamw``; ``adamw_8bit``, whose moments take one byte a value; ``adam``, whose decay
+            is an L2 term of the gradient; or ``sgd``, without momentum.
         lr: Learning rate until somebody sets another one in ``param_groups``.
         weight_decay: Strength of the decay.
         betas: Decay rates of Adam's two moments; ``sgd`` has none.
         eps: Added to Adam's denominator; ``sgd`` has none.
         stochastic_rounding: For bf16 parameters without fp32 masters: round each update up or down
-            at random, in proportion, so that small ones aren't lost. With ``adamw`` only.
+            at random, in proportion, so that small ones aren't lost. With ``adamw`` and
+            ``adamw_8bit`` only.
 
     Returns:
         The optimizer; fused where torch has fused kernels.
@@ -46,16 +47,24 @@ def build_optimizer(
     Raises:
         ConfigError: There is nothing to train, no optimizer of that name, or none of that name with
             stochastic rounding.
+        MissingDependencyError: ``adamw_8bit`` without torchao.
     """
     parameters = list(named_parameters.values())
     if not parameters:
         raise ConfigError("optimizer: the model has no trainable parameter")
     groups = _decay_groups(parameters, weight_decay=weight_decay)
+    if name == "adamw_8bit":
+        # Imported here: torchao takes a second, and it may be absent.
+        from legato.optim.eight_bit import PackedAdamW
+
+        return PackedAdamW(
+            groups, lr=lr, betas=betas, eps=eps, bf16_stochastic_round=stochastic_rounding
+        )
     if stochastic_rounding:
         if name != "adamw":
             raise ConfigError(
-                f"optimizer.name: {name} can't round stochastically, only adamw can. "
-                "Use adamw, or master_weights: fp32."
+                f"optimizer.name: {name} can't round stochastically, only adamw and adamw_8bit "
+                "can. Use one of them, or master_weights: fp32."
             )
         return StochasticAdamW(groups, lr=lr, betas=betas, eps=eps)
     is_fused = all(
@@ -68,7 +77,7 @@ def build_optimizer(
         return torch.optim.Adam(groups, lr=lr, betas=betas, eps=eps, fused=is_fused or None)
     if name == "sgd":
         return torch.optim.SGD(groups, lr=lr)
-    raise ConfigError(f"optimizer.name: expected adamw, adam or sgd, found {name!r}")
+    raise ConfigError(f"optimizer.name: expected adamw, adamw_8bit, adam or sgd, found {name!r}")
 
 
 def _decay_groups(

@@ -58,6 +58,7 @@ def main(config_file: str, *overrides: str) -> None:
                 optimizer=parts.optimizer,
                 parameters=model.parameters,
                 masters=model.masters,
+                in_backward=model.in_backward,
                 lr=learning_rate(step),
                 clip_grad_norm=config.clip_grad_norm,
                 seed=config.seed,

@@ -17,7 +17,7 @@ from legato.models.load import load_meta_model, load_model, split_head
 from legato.models.lora import fill_from_base
 from legato.models.names import named_weights
 from legato.models.shard import Sharding, free_gathered, gradient_sync, sharded_decode
-from legato.models.wrap import wrap_model
+from legato.models.wrap import offload_activations, wrap_model
 from legato.parallel.mesh import build_mesh
 from legato.parallel.world import World
 from legato.recipes.methods import METHODS, Trained
@@ -103,7 +103,7 @@ def _whole(config: RunConfig, world: World) -> LoadedModel:
     masters = Masters(parameters) if config.master_weights == "fp32" else None
     return LoadedModel(
         trained=trained,
-        decode=decode,
+        decode=_offloaded(config, decode, world),
         head=head,
         parameters=masters.tensors if masters is not None else parameters,
         masters=masters,
@@ -146,7 +146,7 @@ def _sharded(config: RunConfig, world: World, sharding: Sharding) -> LoadedModel
     logger.info("read %d bytes of weights", base.reader.bytes_read)
     return LoadedModel(
         trained=trained,
-        decode=decode,
+        decode=_offloaded(config, decode, world),
         head=head,
         parameters=parameters,
         masters=None,
@@ -158,6 +158,14 @@ def _sharded(config: RunConfig, world: World, sharding: Sharding) -> LoadedModel
         ),
         bytes_read=base.reader.bytes_read,
     )
+
+
+def _offloaded(
+    config: RunConfig, decode: Callable[..., Tensor], world: World
+) -> Callable[..., Tensor]:
+    if not config.enable_activation_offloading:
+        return decode
+    return offload_activations(decode, device=world.device)
 
 
 def _settle_packing(config: RunConfig, module: nn.Module, decode: Callable[..., Tensor]) -> None:

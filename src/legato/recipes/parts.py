@@ -26,6 +26,7 @@ from legato.checkpoint import (
 from legato.checkpoint.policy import KeepPolicy, SavePolicy
 from legato.config.schema import RunConfig, Schedule
 from legato.data.loader import Loader
+from legato.errors import ConfigError
 from legato.models.names import named_weights
 from legato.optim.build import build_optimizer
 from legato.parallel.world import World
@@ -34,6 +35,7 @@ from legato.recipes.data import RunData
 from legato.recipes.methods import read_folder
 from legato.recipes.model import DTYPES, build_model
 from legato.train.evaluate import evaluate
+from legato.train.in_backward import InBackward
 from legato.train.state import TrainState
 from legato.train.trainer import AnswerPrompts, Evaluate, TrainableModel, WatchedMetric
 
@@ -81,8 +83,15 @@ def build_parts(config: RunConfig, data: RunData, *, world: World, state: TrainS
         The parts, the weights still those of the base.
 
     Raises:
-        LegatoError: A model that can't be used.
+        LegatoError: A model that can't be used, or a step that can't be taken.
     """
+    num_micro_batches = data.loader.micro_batches_per_step
+    if config.optimizer_in_backward and num_micro_batches > 1:
+        raise ConfigError(
+            f"optimizer_in_backward: the run's {data.loader.global_batch_size} rows a step are "
+            f"{num_micro_batches} micro-batches on so many processes, and each would be an update "
+            "of its own. Raise batch_size, start more processes, or leave it out."
+        )
     loaded = build_model(config, world=world)
     module, trained = loaded.trained.module, loaded.trained
     dtype = DTYPES[config.dtype]
@@ -94,6 +103,9 @@ def build_parts(config: RunConfig, data: RunData, *, world: World, state: TrainS
         betas=config.optimizer.betas,
         stochastic_rounding=dtype != torch.float32 and config.master_weights != "fp32",
     )
+    in_backward = None
+    if config.optimizer_in_backward:
+        in_backward = InBackward(optimizer, parameters=loaded.parameters, masters=loaded.masters)
     saved = {
         "model": ModelPart(
             tensors=named_weights(module, trainable_only=trained.kind == "adapter"),
@@ -114,6 +126,7 @@ def build_parts(config: RunConfig, data: RunData, *, world: World, state: TrainS
             head=loaded.head,
             parameters=loaded.parameters,
             masters=loaded.masters,
+            in_backward=in_backward,
             set_gradient_sync=loaded.set_gradient_sync,
         ),
         optimizer=optimizer,

@@ -23,6 +23,7 @@ from legato.parallel.placement import find_placement
 from legato.parallel.world import World
 from legato.recipes.data import RunData, build_run_data
 from legato.recipes.facts import introduce, start_facts
+from legato.recipes.memory import check_memory, estimate_memory, free_memory
 from legato.recipes.parts import (
     RunParts,
     build_parts,
@@ -217,6 +218,9 @@ def preflight(config: RunConfig, *, config_name: str) -> StartFacts:
         global_batch = plan_global_batch(config, {}, world_size=world.world_size)
         data = _build_data(config, state, global_batch=global_batch, world=world)
         with closing(data.loader):
+            # Before the model is loaded: a machine that runs out of memory says nothing of use.
+            needs = estimate_memory(config, world=world)
+            check_memory(needs, free_memory(world.device), cpu_offload=config.cpu_offload)
             parts = build_parts(config, data, world=world, state=state)
             facts = start_facts(
                 config,

@@ -7,7 +7,7 @@ the model computes with that copy rounded to bf16.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ class Masters:
         named: Canonical name -> the model's trainable parameter; tied ones once.
 
     Attributes:
+        live: Canonical name -> the model's parameter: ``named``.
         tensors: Canonical name -> what the optimizer must hold, in the order of ``named``.
         copies: The part of ``tensors`` that are copies; what a checkpoint stores as masters.
 
@@ -39,7 +40,7 @@ class Masters:
     """
 
     def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
-        self._named = dict(named)
+        self.live = dict(named)
         self.copies: dict[str, nn.Parameter] = {
             name: nn.Parameter(parameter.detach().to(torch.float32))
             for name, parameter in named.items()
@@ -54,11 +55,18 @@ class Masters:
         ]
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """Round the copies into the model's parameters: called after every update."""
-        if self.copies:
+    def publish(self, names: Iterable[str] | None = None) -> None:
+        """Round copies into the model's parameters: called after every update.
+
+        Args:
+            names: Which parameters; those that have no copy are passed over. None: all.
+        """
+        changed = [
+            name for name in (self.copies if names is None else names) if name in self.copies
+        ]
+        if changed:
             torch._foreach_copy_(
-                [self._named[name] for name in self.copies], list(self.copies.values())
+                [self.live[name] for name in changed], [self.copies[name] for name in changed]
             )
 
     def close(self) -> None:

@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from legato.data.loader import Batch
 from legato.errors import DataError, ModelError, NonFiniteError
 from legato.optim.build import set_learning_rate
+from legato.train.in_backward import InBackward
 from legato.train.loss import sum_token_loss
 from legato.train.masters import Masters
 from legato.train.rng import seed_everything
@@ -63,6 +65,7 @@ def train_step(
     seed: int,
     step: int,
     masters: Masters | None = None,
+    in_backward: InBackward | None = None,
     clip_grad_norm: float | None = None,
     on_nonfinite: str = "stop",
     rank: int = 0,
@@ -87,6 +90,8 @@ def train_step(
         seed: The run's seed; each micro-batch draws from a stream derived from it.
         step: Number of this step, from 1.
         masters: Where ``parameters`` come from, when some of them are fp32 copies.
+        in_backward: Makes backward update the parameters; then ``batches`` is a single one, and
+            nothing is clipped or skipped. None: they are updated after backward.
         clip_grad_norm: Largest L2 norm of the whole gradient; None: no clipping.
         on_nonfinite: ``stop`` raises before the update, ``skip`` leaves the update out.
         rank: This process's number.
@@ -96,7 +101,7 @@ def train_step(
         device: Where the model computes; None: where its parameters are.
         set_gradient_sync: Told before each micro-batch whether gradients are to be added up over
             the ranks after it: only after the last one.
-        before_update: Called when the update is certain, before anything is changed.
+        before_update: Called when an update is certain, before anything is changed.
 
     Returns:
         The step's figures.
@@ -105,10 +110,18 @@ def train_step(
         DataError: There is no trained token in the whole step.
         ModelError: No parameter took part in the loss, or the optimizer holds other parameters.
         NonFiniteError: The loss or the gradient isn't finite and ``on_nonfinite`` is ``stop``; the
-            weights are those of the step before. ``.step``, ``.sample_ids``, ``.loss``,
-            ``.grad_norm``.
+            weights are those of the step before unless ``.weights_changed``: updated in backward,
+            they are spoiled by a gradient that isn't finite. ``.step``, ``.sample_ids``,
+            ``.loss``, ``.grad_norm``.
+        ValueError: ``in_backward`` with what it can't do.
     """
     _check_parameters(optimizer, parameters)
+    if in_backward is not None and (
+        len(batches) > 1 or clip_grad_norm is not None or on_nonfinite != "stop"
+    ):
+        raise ValueError(
+            "in_backward: takes one micro-batch, no clip_grad_norm and on_nonfinite='stop'"
+        )
     device = device or next(iter(parameters.values())).device
     positions = [loss_positions(batch.trained) for batch in batches]
     counts = [float(sum(map(len, positions))), float(sum(batch.num_tokens for batch in batches))]
@@ -116,41 +129,45 @@ def train_step(
     if not num_loss_tokens:
         raise DataError(f"step {step}: no token of its rows is trained", step=step)
 
+    judge = partial(
+        _judge,
+        batches,
+        counts=(int(num_tokens), int(num_loss_tokens)),
+        sum_over_ranks=sum_over_ranks,
+        gather_over_ranks=gather_over_ranks,
+    )
+
     losses = []
     for number, (batch, at) in enumerate(zip(batches, positions, strict=True)):
         seed_everything(seed, step, number, rank)
         if set_gradient_sync is not None:
             set_gradient_sync(number == len(batches) - 1)
         loss = batch_loss(batch, at, decode=decode, head=head, device=device)
+        if in_backward is not None:
+            # Backward changes the weights: all that can be known before is the loss.
+            result = judge([loss.item()], 0.0)
+            if result.skipped:
+                raise _nonfinite_error(result, step=step)
+            _prepare_update(optimizer, lr=lr, before_update=before_update)
         (loss / num_loss_tokens).backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
 
-    norm = _clip(parameters, clip_grad_norm)
+    if in_backward is not None:
+        norm = _total_norm(in_backward.take_norms().values(), parameters)
+    else:
+        norm = _clip(parameters, clip_grad_norm)
     *sums, grad_norm = torch.stack([*losses, norm]).tolist()  # the step's one wait
-    # Decided on what every rank knows: one that updates alone would wait for ever.
-    checked = [sum(sums), grad_norm]
-    total, norms = sum_over_ranks(checked) if sum_over_ranks else checked
-    is_finite = math.isfinite(total) and math.isfinite(norms)
-    if is_finite:
-        if before_update is not None:
-            before_update()
-        set_learning_rate(optimizer, lr)
+    result = judge(sums, grad_norm)
+    if not result.skipped and in_backward is None:
+        _prepare_update(optimizer, lr=lr, before_update=before_update)
         # Equal on every rank: replicas that round at random must round alike.
         seed_everything(seed, step, _UPDATE, 0)
         optimizer.step()
         if masters is not None:
             masters.publish()
     optimizer.zero_grad(set_to_none=True)
-    result = StepResult(
-        loss=total / num_loss_tokens,
-        grad_norm=grad_norm,
-        num_loss_tokens=int(num_loss_tokens),
-        num_tokens=int(num_tokens),
-        skipped=not is_finite,
-        nonfinite_ids=() if is_finite else _nonfinite_ids(batches, sums, gather_over_ranks),
-    )
-    if not is_finite and on_nonfinite == "stop":
-        raise _nonfinite_error(result, step=step)
+    if result.skipped and on_nonfinite == "stop":
+        raise _nonfinite_error(result, step=step, weights_changed=in_backward is not None)
     return result
 
 
@@ -214,23 +231,61 @@ def _check_parameters(
         )
 
 
+def _prepare_update(
+    optimizer: torch.optim.Optimizer, *, lr: float, before_update: Callable[[], object] | None
+) -> None:
+    if before_update is not None:
+        before_update()
+    set_learning_rate(optimizer, lr)
+
+
 def _clip(parameters: Mapping[str, nn.Parameter], clip_grad_norm: float | None) -> Tensor:
     """Clip the gradients in place; returns their L2 norm before that."""
     with_grad = [p for p in parameters.values() if p.grad is not None]
     gradients = [p.grad for p in with_grad if p.grad is not None]
-    if not gradients:
+    # fp32 whatever the gradients are: get_total_norm would round the norm of bf16 ones to 8 bits.
+    norms = torch._foreach_norm(gradients, 2.0, torch.float32) if gradients else ()
+    norm = _total_norm(norms, parameters)
+    if clip_grad_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(with_grad, clip_grad_norm, norm)
+    return norm
+
+
+def _total_norm(norms: Collection[Tensor], parameters: Mapping[str, nn.Parameter]) -> Tensor:
+    """The L2 norm of the whole gradient from that of each of its tensors."""
+    if not norms:
         raise ModelError(
             "no trainable parameter got a gradient: the loss doesn't depend on any of "
             f"{', '.join(list(parameters)[:3])}, ..."
         )
-    # fp32 whatever the gradients are: get_total_norm would round the norm of bf16 ones to 8 bits.
-    norms = torch._foreach_norm(gradients, 2.0, torch.float32)
-    norm = torch.linalg.vector_norm(torch.stack(norms))
-    if isinstance(norm, DTensor):  # of shards: each rank knows its part
-        norm = norm.full_tensor()
-    if clip_grad_norm is not None:
-        torch.nn.utils.clip_grads_with_norm_(with_grad, clip_grad_norm, norm)
-    return norm
+    norm = torch.linalg.vector_norm(torch.stack(list(norms)))
+    # Of shards: each rank knows its part.
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _judge(
+    batches: Sequence[Batch],
+    sums: list[float],
+    grad_norm: float,
+    *,
+    counts: tuple[int, int],
+    sum_over_ranks: SumOverRanks | None,
+    gather_over_ranks: GatherOverRanks | None,
+) -> StepResult:
+    """The step's figures, to be skipped if they aren't finite. Collective on several ranks."""
+    num_tokens, num_loss_tokens = counts
+    # Decided on what every rank knows: one that updates alone would wait for ever.
+    checked = [sum(sums), grad_norm]
+    total, norms = sum_over_ranks(checked) if sum_over_ranks else checked
+    is_finite = math.isfinite(total) and math.isfinite(norms)
+    return StepResult(
+        loss=total / num_loss_tokens,
+        grad_norm=grad_norm,
+        num_loss_tokens=num_loss_tokens,
+        num_tokens=num_tokens,
+        skipped=not is_finite,
+        nonfinite_ids=() if is_finite else _nonfinite_ids(batches, sums, gather_over_ranks),
+    )
 
 
 def _nonfinite_ids(
@@ -245,14 +300,21 @@ def _nonfinite_ids(
     return tuple(broken or [sample_id for _, theirs in by_rank for sample_id in theirs])
 
 
-def _nonfinite_error(result: StepResult, *, step: int) -> NonFiniteError:
+def _nonfinite_error(
+    result: StepResult, *, step: int, weights_changed: bool = False
+) -> NonFiniteError:
     ids = result.nonfinite_ids
     shown = ", ".join(ids[:8]) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
+    what_now, or_else = "No update was made", "lower optimizer.lr, or set on_nonfinite=skip"
+    if weights_changed:
+        what_now = "The update was made before that was known, so this step isn't saved"
+        or_else = "lower optimizer.lr, or leave optimizer_in_backward out"
     return NonFiniteError(
-        f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}. No update was made. "
-        f"Samples: {shown}. Look at these rows, lower optimizer.lr, or set on_nonfinite=skip.",
+        f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}. {what_now}. "
+        f"Samples: {shown}. Look at these rows, {or_else}.",
         step=step,
         sample_ids=ids,
         loss=result.loss,
         grad_norm=result.grad_norm,
+        weights_changed=weights_changed,
     )

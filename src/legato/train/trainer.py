@@ -16,6 +16,7 @@ from legato.checkpoint import Checkpointer, PendingSave, SaveRecord
 from legato.data.dealing import Batch, BatchSource, StepBatches
 from legato.errors import LegatoError, NonFiniteError, StopRequested
 from legato.parallel.world import World
+from legato.train.in_backward import InBackward
 from legato.train.masters import Masters
 from legato.train.signals import StopSignals
 from legato.train.state import BestMetric, TrainState
@@ -39,6 +40,7 @@ class TrainableModel:
         parameters: Canonical name -> the tensor that the optimizer updates: the trainable
             parameter, or its fp32 master.
         masters: fp32 copies of lower-precision parameters; None when there are none.
+        in_backward: Updates the parameters during backward; None: that is done after it.
         set_gradient_sync: Told whether the next backward is to add gradients up over the ranks;
             None: there is nothing to switch.
     """
@@ -48,6 +50,7 @@ class TrainableModel:
     head: nn.Module
     parameters: Mapping[str, nn.Parameter]
     masters: Masters | None = None
+    in_backward: InBackward | None = None
     set_gradient_sync: Callable[[bool], object] | None = None
 
 
@@ -210,7 +213,8 @@ class Trainer:
             StopRequested: A signal asked for a stop; the checkpoint of the step it came in is on
                 disk.
             NonFiniteError: A loss or gradient wasn't finite, and ``on_nonfinite`` is ``stop``; the
-                weights of the step before are on disk.
+                weights of the step before are on disk, unless an update in backward has spoiled
+                them (``.weights_changed``): then the newest checkpoint is the last one.
             DataError: A stream came to a row that can't be used; the weights of the step before are
                 on disk.
             CheckpointWriteError: The final checkpoint couldn't be written.
@@ -237,9 +241,10 @@ class Trainer:
                     if request.stop is not None:
                         stopped_by = request.stop
                         break
-            except NonFiniteError:
-                # The check comes before the update: the weights are those of the step before.
-                self._final_save({}, reason="error")
+            except NonFiniteError as error:
+                if not error.weights_changed:
+                    # The check came before the update: the weights are those of the step before.
+                    self._final_save({}, reason="error")
                 raise
             self._final_save(metrics, reason="final" if stopped_by is None else "signal")
         if stopped_by is not None:
@@ -265,6 +270,7 @@ class Trainer:
             optimizer=self.optimizer,
             parameters=self.model.parameters,
             masters=self.model.masters,
+            in_backward=self.model.in_backward,
             lr=self.learning_rate(step),
             clip_grad_norm=self.clip_grad_norm,
             on_nonfinite=self.on_nonfinite,

@@ -288,6 +288,21 @@ loggers: [tensorbord]
             "'often'",
         ),
         ("eval_datasets: x.json", "eval_datasets: expected a list, found 'x.json'"),
+        (
+            "optimizer: {name: adafactor, lr: 1}",
+            "optimizer.name: expected 'adamw', 'adamw_8bit', 'adam' or 'sgd', found 'adafactor'. "
+            "Adafactor keeps sums over whole rows",
+        ),
+        (
+            "metric_for_best_model: loss",
+            "metric_for_best_model: expected 'eval_loss' or 'train_loss', found 'loss'. "
+            "Legato's name is eval_loss",
+        ),
+        (
+            "metric_for_best_model: eval_los",
+            "metric_for_best_model: expected 'eval_loss' or 'train_loss', found 'eval_los'. "
+            "Did you mean eval_loss?",
+        ),
         ("output_dir: ${oops", "output_dir: not a reference to a key: no viable alternative"),
     ],
 )  # fmt: skip

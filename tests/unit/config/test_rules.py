@@ -20,6 +20,7 @@ BASE: dict[str, Any] = {
 }
 STREAM = {"streaming": True, "max_steps": 5}
 LORA = {"recipe": "lora_finetune_single_device"}
+IN_BACKWARD = {"optimizer_in_backward": True, "clip_grad_norm": None}
 EVALUATED = {"val_set_size": 10}
 
 IGNORED = [
@@ -73,7 +74,38 @@ CONTRADICTIONS = [
     (LORA | {"master_weights": "none"}, "master_weights: an adapter's fp32 copy is small"),
     (
         {"master_weights": "none", "optimizer": {"name": "sgd", "lr": 1}},
-        "master_weights: only adamw",
+        "master_weights: only adamw and adamw_8bit round",
+    ),
+    (
+        {"recipe": "full_finetune_distributed", "optimizer": {"name": "adamw_8bit", "lr": 1}},
+        "optimizer: adamw_8bit works on a single device only",
+    ),
+    ({"optimizer_in_backward": True}, "optimizer_in_backward: a gradient is used and gone before"),
+    (
+        IN_BACKWARD | {"gradient_accumulation_steps": 2},
+        "optimizer_in_backward: each micro-batch would be an update",
+    ),
+    (
+        IN_BACKWARD | {"on_nonfinite": "skip"},
+        "optimizer_in_backward: weights have changed before it is known",
+    ),
+    (
+        IN_BACKWARD | {"recipe": "full_finetune_distributed", "cpu_offload": True},
+        "optimizer_in_backward: the update would begin while its gradient",
+    ),
+    (
+        IN_BACKWARD
+        | {"recipe": "full_finetune_distributed", "dp_replicate": 2, "master_weights": "none"},
+        "optimizer_in_backward: copies of the model that round at random",
+    ),
+    (
+        {"enable_activation_offloading": True, "enable_activation_checkpointing": 2},
+        "enable_activation_offloading: what every block saves for backward",
+    ),
+    (
+        {"enable_activation_offloading": True, "enable_activation_checkpointing": True}
+        | {"device": "cpu"},
+        "enable_activation_offloading: activations are in host memory already",
     ),
     (
         {"keep_best_n_checkpoints": 1, "metric_for_best_model": "eval_loss"},
@@ -89,8 +121,6 @@ CONTRADICTIONS = [
 NOT_YET = [
     (LORA | {"quantize_base": "nf4"}, "quantize_base: nf4"),
     ({"compile": {"scope": "model"}}, "compile.scope: model"),
-    ({"optimizer_in_backward": True}, "optimizer_in_backward: true"),
-    ({"enable_activation_offloading": True}, "enable_activation_offloading: true"),
     ({"shared_storage": False}, "shared_storage: false"),
 ]
 
@@ -139,6 +169,11 @@ def test_every_rule_has_a_case() -> None:
         | {"reshard_after_forward": False, "cpu_offload": True},
         {"recipe": "lora_finetune_distributed", "lora_rank": 4, "dp_shard": "all"},
         {"master_weights": "none"},
+        {"master_weights": "none", "optimizer": {"name": "adamw_8bit", "lr": 1}},
+        IN_BACKWARD,
+        IN_BACKWARD | LORA | {"enable_activation_checkpointing": True},
+        {"enable_activation_offloading": True, "enable_activation_checkpointing": True},
+        {"enable_activation_offloading": False},
         {"attention": "flash", "device": "cuda:1"},
         {"packing": True, "attention": "varlen", "max_seq_len": 32768},
         {"packing": True, "attention": "sdpa", "max_seq_len": 8192},

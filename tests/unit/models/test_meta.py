@@ -133,18 +133,21 @@ def test_weights_are_rounded_as_on_one_device(folder: Path) -> None:
     assert torch.equal(meta.model.model.norm.weight, torch.ones(32))
 
 
+WHOLE = {"lora_modules_to_save": ["embed_tokens", "input_layernorm"]}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("family", "options"),
     [
-        {},
-        {"use_dora": True},
-        {"lora_target_modules": ["embed_tokens", "q_proj"], "use_dora": True},
-        {"lora_modules_to_save": ["embed_tokens", "input_layernorm"]},
+        ("mistral", {}),
+        ("mistral", {"use_dora": True}),
+        ("mistral", {"lora_target_modules": ["embed_tokens", "q_proj"], "use_dora": True}),
+        ("mistral", WHOLE),
+        ("llama", WHOLE),  # tied
     ],
 )
-@pytest.mark.parametrize("family", ["mistral", "llama"])
 def test_an_adapter_beside_no_weights_has_the_values_that_it_has_beside_real_ones(
-    tmp_path: Path, options: dict[str, object], family: str
+    tmp_path: Path, family: str, options: dict[str, object]
 ) -> None:
     folder = families.write_family(tmp_path, family)
     settings = {"lora_rank": 4, "lora_alpha": 8, "seed": 7, "base_name": folder} | options

@@ -100,7 +100,7 @@ def test_adam_runs_fused() -> None:
 
 def test_what_cant_be_built_is_refused_by_name() -> None:
     parameters = named(build_net())
-    with pytest.raises(ConfigError, match="expected adamw, adam or sgd, found 'lion'"):
+    with pytest.raises(ConfigError, match="expected adamw, adamw_8bit, adam or sgd, found 'lion'"):
         build_optimizer(parameters, name="lion", lr=0.1)
     with pytest.raises(ConfigError, match=r"sgd can't round stochastically.*master_weights: fp32"):
         build_optimizer(parameters, name="sgd", lr=0.1, stochastic_rounding=True)

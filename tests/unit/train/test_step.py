@@ -13,6 +13,7 @@ from legato.data.loader import Batch
 from legato.errors import DataError, ModelError, NonFiniteError
 from legato.models.head import split_head
 from legato.optim.build import build_optimizer
+from legato.train.in_backward import InBackward
 from legato.train.masters import Masters
 from legato.train.step import StepResult, loss_positions, train_step
 from tests.helpers.rows import Row, as_batch, as_batches, as_labels, random_rows
@@ -337,3 +338,101 @@ def test_the_norm_of_bf16_gradients_isnt_rounded_to_bf16(
         before_update=remember,
     )
     assert result.grad_norm == pytest.approx(seen[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
+def test_updates_in_backward_are_those_after_it_bit_for_bit(
+    tiny_model_dir: Path, rows: list[Row], name: str, dtype: torch.dtype
+) -> None:
+    after, during = (Setup(tiny_model_dir, dtype=dtype) for _ in range(2))
+    for setup in (after, during):
+        setup.optimizer = build_optimizer(
+            setup.masters.tensors, name=name, lr=1.0, weight_decay=0.01
+        )
+    updates = InBackward(
+        during.optimizer, parameters=during.masters.tensors, masters=during.masters
+    )
+    for step in (1, 2, 3):
+        expected = after.step([as_batch(rows)], step=step)
+        assert during.step([as_batch(rows)], step=step, in_backward=updates) == expected
+        assert all(p.grad is None for p in during.model.parameters())
+        assert all(p.grad is None for p in during.masters.tensors.values())
+    for key, weight in after.weights().items():
+        assert torch.equal(during.weights()[key], weight), key
+    for key, held in after.masters.tensors.items():
+        found = during.optimizer.state[during.masters.tensors[key]]
+        for moment, value in after.optimizer.state[held].items():
+            assert torch.equal(found[moment], value), (key, moment)
+
+
+def test_no_more_than_one_gradient_exists_at_a_time(tiny_model_dir: Path, rows: list[Row]) -> None:
+    setup = Setup(tiny_model_dir)
+    most = 0
+
+    def count(_: torch.Tensor) -> None:
+        nonlocal most
+        most = max(most, sum(p.grad is not None for p in setup.model.parameters()))
+
+    # Before the hook that updates, so each gradient is seen.
+    for parameter in setup.model.parameters():
+        parameter.register_post_accumulate_grad_hook(count)
+    updates = InBackward(setup.optimizer, parameters=setup.masters.tensors, masters=setup.masters)
+    setup.step([as_batch(rows)], in_backward=updates)
+    assert most == 1
+    updates.close()
+    setup.step([as_batch(rows)])
+    assert most == len(list(setup.model.parameters()))
+
+
+def test_what_is_staged_must_be_there_before_backward_that_updates(
+    setup: Setup, rows: list[Row]
+) -> None:
+    before = setup.weights()
+    seen = []
+
+    def staged() -> None:
+        seen.append(all(torch.equal(before[k], v) for k, v in setup.weights().items()))
+        assert all(p.grad is None for p in setup.model.parameters())
+
+    updates = InBackward(setup.optimizer, parameters=setup.masters.tensors)
+    setup.step([as_batch(rows)], in_backward=updates, before_update=staged)
+    assert seen == [True]
+    assert not torch.equal(before["model.norm.weight"], setup.weights()["model.norm.weight"])
+
+
+def test_a_loss_that_isnt_finite_is_found_before_backward_changes_a_weight(
+    setup: Setup, rows: list[Row]
+) -> None:
+    updates = InBackward(setup.optimizer, parameters=setup.masters.tensors)
+    with torch.no_grad():
+        setup.model.model.norm.weight[0] = float("inf")
+    before = setup.weights()
+    with pytest.raises(NonFiniteError, match="No update was made") as caught:
+        setup.step([as_batch(rows)], in_backward=updates)
+    assert not caught.value.weights_changed
+    assert all(torch.equal(before[k], v) for k, v in setup.weights().items())
+
+
+def test_a_gradient_that_isnt_finite_is_told_as_found_too_late(
+    setup: Setup, rows: list[Row]
+) -> None:
+    updates = InBackward(setup.optimizer, parameters=setup.masters.tensors)
+    setup.model.model.layers[0].mlp.down_proj.register_full_backward_hook(
+        lambda _module, inputs, _outputs: (inputs[0] * float("nan"),)
+    )
+    with pytest.raises(NonFiniteError, match="update was made before that was known") as caught:
+        setup.step([as_batch(rows)], in_backward=updates)
+    assert caught.value.weights_changed
+
+
+@pytest.mark.parametrize(
+    "options", [{"clip_grad_norm": 1.0}, {"on_nonfinite": "skip"}, {"cut": 4}], ids=str
+)
+def test_what_updates_in_backward_cant_do_is_an_error(
+    setup: Setup, rows: list[Row], options: dict[str, Any]
+) -> None:
+    updates = InBackward(setup.optimizer, parameters=setup.masters.tensors)
+    batches = as_batches(rows, options.pop("cut", 8))
+    with pytest.raises(ValueError, match="one micro-batch, no clip_grad_norm"):
+        setup.step(batches, in_backward=updates, **options)
