@@ -119,6 +119,8 @@ def attach_lora(
     _drop_stand_ins(peft_model)
     keys, twins = adapter_file_keys(peft_model)
     base = _describe_base(str(base_name), base_revision)
+    # PEFT takes the tied ones off its list, and then knows a tied embedding by a few names only.
+    config.modules_to_save = whole or None
     config.base_model_name_or_path = base["base"]
     # Beside a path a revision would mean nothing; beside a hub id it is what makes it exact.
     config.revision = None if Path(base["base"]).is_absolute() else base["revision"]
