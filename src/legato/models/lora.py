@@ -103,7 +103,7 @@ def attach_lora(
         lora_alpha=lora_alpha,
         lora_dropout=lora_dropout,
         target_modules=targets,
-        modules_to_save=whole or None,
+        modules_to_save=list(whole) or None,
         # Said only where it means something: PEFT warns elsewhere.
         ensure_weight_tying=bool(whole) and not set(whole).isdisjoint(_tied_modules(model)),
         use_dora=use_dora,
