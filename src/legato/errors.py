@@ -22,7 +22,7 @@
       WorldError, RuntimeError                   processes can't meet, or don't fit together
         PeerLostError                            another process of the run has gone
         RunFailedError                           a launched run failed: which rank did first
-      CompileError, RuntimeError                 a compiled block met too many forms of batches
+      CompileError, RuntimeError                 no compiler, or too many forms of batches
       NonFiniteError, ArithmeticError            a loss or a gradient that isn't finite
       MissingDependencyError, ImportError        an optional package isn't installed
     StopRequested (130 or 143)                   not a LegatoError: a signal asked for it
@@ -140,7 +140,7 @@ class ResumeError(LegatoError, ValueError):
 
 
 class CompileError(LegatoError, RuntimeError):
-    """A compiled block met more forms of input than it may be compiled for; ``.guard``."""
+    """torch.compile can't compile here, or met more forms of input than it may; ``.guard``."""
 
 
 class NonFiniteError(LegatoError, ArithmeticError):

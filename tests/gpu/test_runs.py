@@ -30,7 +30,17 @@ IN_BACKWARD = [
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "options", [[], ["packing=true"], ["compile=true"], ["num_workers=1"]], ids=str
+    "options",
+    [
+        [],
+        ["packing=true"],
+        ["compile=true"],
+        ["compile=true", "packing=true", "enable_activation_checkpointing=true"],
+        ["compile={scope: model}"],
+        ["num_workers=1"],
+        ["compile={mode: reduce-overhead}"],
+    ],
+    ids=str,
 )
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(
     tmp_path: Path, tiny_model_dir: Path, recipe: str, dtype: str, options: list[str]
@@ -115,3 +125,17 @@ def test_a_resumed_low_memory_run_is_the_undisturbed_one_bit_for_bit(
     assert legato(*run, f"output_dir={here}", "stop_after_step=2") == 0
     assert legato(*run, f"output_dir={here}") == 0
     assert_same_tensors(here / "step_3", tmp_path / "out" / "step_3")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("words", ["compile=true", "compile={scope: model}"])
+def test_a_compiled_run_has_the_losses_of_an_eager_one(
+    tmp_path: Path, tiny_model_dir: Path, recipe: str, words: str
+) -> None:
+    changes = {"lora_dropout": 0.0} if recipe.startswith("lora") else {}
+    config = write_config(tmp_path, model=tiny_model_dir, recipe=recipe, **changes)
+    run = ["run", "--config", config, "device=cuda", "train_on_inputs=true"]
+    assert legato(*run, words) == 0
+    plain = tmp_path / "plain"
+    assert legato(*run, f"output_dir={plain}") == 0
+    assert losses(tmp_path / "out") == pytest.approx(losses(plain), abs=1e-4)

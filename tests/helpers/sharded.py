@@ -76,8 +76,12 @@ def take_step(
     step: int = 1,
     batch_size: int = 2,
     in_backward: bool = False,
+    one_form: bool = False,
 ) -> Outcome:
-    """Take ``step``: all of ``DATA``, in that epoch's order. Collective on several ranks."""
+    """Take ``step``: all of ``DATA``, in that epoch's order. Collective on several ranks.
+
+    ``one_form``: every micro-batch has the same shape, as in a run that is compiled.
+    """
     lr = optimizer.param_groups[0]["lr"]
     loader = Loader(
         rows.as_data(DATA),
@@ -87,6 +91,8 @@ def take_step(
         pad_id=rows.PAD_ID,
         rank=world.rank,
         world_size=world.world_size,
+        length_buckets=[16] if one_form else None,
+        fill_rows=one_form,
     )
     parameters = loaded.parameters
     before = whole(parameters)
@@ -112,6 +118,7 @@ def take_step(
         rank=world.rank,
         sum_over_ranks=world.sum_over_ranks,
         device=world.device,
+        chunk_loss=loaded.chunk_loss,
         set_gradient_sync=loaded.set_gradient_sync,
         before_update=look,
     )

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from legato.errors import ModelError, ModelNotFoundError
 from legato.generate import continue_rows, generate_batch, load_for_generation, stream_answer
-from legato.models.compile import compile_blocks
+from legato.models.compile import compile_in_place
 from legato.models.load import load_model
 from legato.models.lora import attach_lora
 from tests.helpers import tiny
@@ -118,7 +118,7 @@ def test_compiled_blocks_arent_compiled_for_each_new_token(folder: Path) -> None
     model, tokenizer = load_for_generation(folder)
     expected = generate_batch(model, tokenizer, ["two mugs"], max_new_tokens=8)
     with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False):
-        compile_blocks(model, backend=counting, dynamic=False, recompile_limit=2)
+        compile_in_place(model, backend=counting, dynamic=False, recompile_limit=2)
         assert generate_batch(model, tokenizer, ["two mugs"], max_new_tokens=8) == expected
         assert not graphs
         model(input_ids=torch.tensor([[1, 2, 3]]))  # and afterwards they are compiled as before

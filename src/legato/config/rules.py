@@ -296,6 +296,15 @@ CONFLICTS = (
         "there is nothing to evaluate on; set val_set_size or eval_datasets, or use train_loss",
     ),
     Conflict(
+        ("compile", "recipe"),
+        lambda c: (
+            is_distributed(c)
+            and getattr(c.compile, "mode", None) in ("reduce-overhead", "max-autotune")
+        ),
+        "these modes record CUDA graphs, which need weights that stay where they are, and a "
+        "sharded model gathers them anew each time; use mode: max-autotune-no-cudagraphs",
+    ),
+    Conflict(
         ("attention", "device"),
         lambda c: c.attention in ("flash", "flex") and c.device in ("cpu", "mps"),
         "needs a CUDA device; use auto or sdpa",
@@ -317,7 +326,6 @@ CONFLICTS = (
 
 LATER: Mapping[str, Callable[[Any], bool]] = {
     "quantize_base": lambda v: v != "none",
-    "compile": lambda v: getattr(v, "scope", "block") != "block",
     "shared_storage": lambda v: not v,
 }
 """Keys whose feature isn't built yet, each with the test that tells a value which would need it."""
@@ -328,10 +336,8 @@ def _later(config: RunConfig) -> list[Problem]:
     for name, needs_it in LATER.items():
         value = getattr(config, name)
         if needs_it(value):
-            path = (name, "scope") if name == "compile" else (name,)
-            found = str(value.scope if name == "compile" else value)
-            found = found.lower() if isinstance(value, bool) else found
-            problems.append(Problem(path, f"{found} is not in this version of Legato"))
+            found = str(value).lower() if isinstance(value, bool) else str(value)
+            problems.append(Problem((name,), f"{found} is not in this version of Legato"))
     return problems
 
 

@@ -86,10 +86,24 @@ class CompileConfig(Section):
     """How ``torch.compile`` is used; a plain ``true`` means these defaults."""
 
     scope: Literal["block", "model"] = key(
-        "block", "Each decoder block, or the whole model.", on_resume="free"
+        "block",
+        "Each decoder block, one graph for all of them, or the whole decoder.",
+        on_resume="free",
     )
-    mode: str | None = key(None, "Passed to torch.compile.", on_resume="free")
-    dynamic: Switch | None = key(None, "Passed to torch.compile.", on_resume="free")
+    mode: (
+        Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None
+    ) = key(
+        None,
+        "How hard torch.compile tries; autotuning chooses kernels by timing, so that a resumed "
+        "run isn't bit-equal.",
+        on_resume="free",
+    )
+    dynamic: Switch | None = key(
+        False,
+        "false: a graph for each of at most 6 row lengths, and a resumed run is bit-equal. true: "
+        "one graph for all lengths. null: torch decides while running.",
+        on_resume="free",
+    )
 
 
 class Schedule(Section):

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn import functional as F
 
 from legato.config.rules import MOST_MASKED_TOKENS
@@ -48,6 +49,8 @@ def document_bounds(position_ids: Tensor, *, device: torch.device) -> dict[str, 
     """
     starts = (position_ids.flatten() == 0).nonzero().squeeze(-1)
     bounds = F.pad(starts, (0, 1), value=position_ids.numel()).to(device, torch.int32)
+    # Another number of documents in each batch: a compiled model isn't to be compiled for each.
+    torch._dynamo.maybe_mark_dynamic(bounds, 0)
     longest = position_ids.shape[1]
     return {
         "cu_seq_lens_q": bounds,
@@ -119,15 +122,10 @@ def varlen_attention(
             scaling=scaling, sliding_window=sliding_window,
         )  # fmt: skip
     else:
-        bounds = itertools.pairwise(cu_seq_lens_q.tolist())
-        documents = [
-            _attend(
-                query_NHK[start:end], key_NHK[start:end], value_NHK[start:end],
-                dropout=dropout, scaling=scaling, sliding_window=sliding_window,
-            )
-            for start, end in bounds
-        ]  # fmt: skip
-        output_NHK = torch.cat(documents)
+        output_NHK = _by_document(
+            query_NHK, key_NHK, value_NHK, cu_seq_lens_q,
+            dropout=dropout, scaling=scaling, sliding_window=sliding_window,
+        )  # fmt: skip
     return output_NHK.view(rows, length, *output_NHK.shape[1:]), None
 
 
@@ -157,6 +155,18 @@ def _on_cuda(
     )
     assert isinstance(output, Tensor), "no auxiliary outputs were asked for"
     return output
+
+
+@_disable_dynamo  # not compiled: a graph would hold these very documents
+def _by_document(
+    query_NHK: Tensor, key_NHK: Tensor, value_NHK: Tensor, bounds: Tensor, **options: Any
+) -> Tensor:
+    """One document after the other, in a loop: ``[N, H, K]``."""
+    documents = [
+        _attend(query_NHK[start:end], key_NHK[start:end], value_NHK[start:end], **options)
+        for start, end in itertools.pairwise(bounds.tolist())
+    ]
+    return torch.cat(documents)
 
 
 def _attend(

@@ -5,8 +5,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-# What torch.compile(module), checkpoint_wrapper, DistributedDataParallel and FSDP1 put into names.
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+COMPILE_PREFIX = "_orig_mod."
+"""What torch.compile(module) puts before the names of the module."""
+
+# What torch.compile, checkpoint_wrapper and FSDP1 put into names, and DistributedDataParallel
+# before them: "module".
+_WRAPPERS = frozenset(
+    {COMPILE_PREFIX.removesuffix("."), "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+)
 
 
 def canonical_name(name: str) -> str:

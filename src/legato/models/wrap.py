@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from legato.errors import ConfigError
 from legato.models.blocks import decoder_blocks
-from legato.models.compile import compile_blocks
+from legato.models.compile import compile_in_place
 from legato.models.shard import Sharding, shard_model
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def wrap_model(
         model: The model, an adapter already attached. With ``sharding`` its weights may still be on
             the meta device.
         checkpoint_every: Activation checkpointing of every n-th block; 0: none.
-        compile_options: Of :func:`compile_blocks`; None: nothing is compiled.
+        compile_options: Of :func:`compile_in_place`; None: nothing is compiled.
         sharding: How its weights are spread over ranks; None: each rank holds all of them.
             Collective then.
 
@@ -45,7 +45,7 @@ def wrap_model(
     if checkpoint_every:
         apply_activation_checkpointing(model, every=checkpoint_every)
     if compile_options is not None:
-        compile_blocks(model, **compile_options)
+        compile_in_place(model, **compile_options)
     if sharding is not None:
         shard_model(model, sharding)
 

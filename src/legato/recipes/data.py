@@ -23,7 +23,7 @@ from legato.recipes.reading import Reading, open_stream, plan_reading, read_all
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Compiled blocks are one graph for each row length: torch is slow to make one, and its limit is 32.
+# A compiled model has one graph for each row length, and torch is slow to make one.
 MAX_COMPILED_LENGTHS = 6
 
 
@@ -136,7 +136,8 @@ def build_run_data(
     rows, held_out_rows = (_rows_of(data, config, reading) for data in (train, held_out))
     assert rows is not None
     _refuse_idle_ranks(rows, world)
-    dealing = _dealing(config, reading, world, compiled_lengths(rows, held_out_rows))
+    lengths = compiled_lengths(rows, held_out_rows, max_seq_len=reading.max_seq_len)
+    dealing = _dealing(config, reading, world, lengths)
     return RunData(
         train=train,
         held_out=held_out,
@@ -225,12 +226,21 @@ def _dealing(
     }
 
 
-def compiled_lengths(*data: Rows | None) -> list[int]:
-    """At most six row lengths that every row fits into, close to what the data holds."""
+def compiled_lengths(*data: Rows | None, max_seq_len: int) -> list[int]:
+    """At most six row lengths that every row fits into, close to what the data holds.
+
+    Args:
+        *data: The rows; None where there are none.
+        max_seq_len: Tokens that no row is padded beyond: the model may have no more positions.
+
+    Returns:
+        Lengths in tokens, ascending.
+    """
     lengths = np.concatenate([each.lengths for each in data if each is not None])
     shares = np.linspace(0, 1, MAX_COMPILED_LENGTHS + 1)[1:]
     # Multiples of 64: what kernels like, and few near-equal ones.
-    return sorted({-(-int(n) // 64) * 64 for n in np.quantile(lengths, shares, method="higher")})
+    ends = np.quantile(lengths, shares, method="higher")
+    return sorted({min(-(-int(end) // 64) * 64, max_seq_len) for end in ends})
 
 
 def stream_lengths(max_seq_len: int) -> list[int]:

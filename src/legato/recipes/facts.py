@@ -48,6 +48,7 @@ def start_facts(
         master_weights=config.master_weights,
         device=world.device.type,
         device_detail=device_detail(world.device),
+        compile=compile_scope(config),
         world_size=world.world_size,
         num_samples=None if config.streaming else len(data.train),
         num_tokens=None if config.streaming else data.train.num_tokens,
@@ -74,6 +75,13 @@ def device_detail(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{torch.get_num_threads()} threads" if device.type == "cpu" else ""
+
+
+def compile_scope(config: RunConfig) -> str:
+    """``block`` or ``model`` where the config compiles; else ``off``."""
+    if not config.compile:
+        return "off"
+    return "block" if config.compile is True else config.compile.scope
 
 
 def free_bytes(folder: Path) -> int | None:

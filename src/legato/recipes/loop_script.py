@@ -59,6 +59,7 @@ def main(config_file: str, *overrides: str) -> None:
                 parameters=model.parameters,
                 masters=model.masters,
                 in_backward=model.in_backward,
+                chunk_loss=model.chunk_loss,
                 lr=learning_rate(step),
                 clip_grad_norm=config.clip_grad_norm,
                 seed=config.seed,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from legato.config.schema import RunConfig
 from legato.models.attention import settle_packing
+from legato.models.compile import check_compiler
 from legato.models.head import check_halves
 from legato.models.load import load_meta_model, load_model, split_head
 from legato.models.lora import fill_from_base
@@ -22,6 +23,7 @@ from legato.parallel.mesh import build_mesh
 from legato.parallel.world import World
 from legato.recipes.methods import METHODS, Trained
 from legato.recipes.ranks import check_mesh
+from legato.train.loss import ChunkLoss, compile_chunk_loss
 from legato.train.masters import Masters
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,7 @@ class LoadedModel:
         set_gradient_sync: Told whether the next backward is to add gradients up over the ranks;
             None on a single device.
         bytes_read: Bytes of weights that this rank read; None: all of them.
+        chunk_loss: Loss of a chunk of logits and its gradient, compiled; None: the plain one.
     """
 
     trained: Trained
@@ -53,6 +56,7 @@ class LoadedModel:
     stored_masters: Mapping[str, Tensor]
     set_gradient_sync: Callable[[bool], object] | None = None
     bytes_read: int | None = None
+    chunk_loss: ChunkLoss | None = None
 
 
 def build_model(config: RunConfig, *, world: World) -> LoadedModel:
@@ -68,8 +72,11 @@ def build_model(config: RunConfig, *, world: World) -> LoadedModel:
         The model.
 
     Raises:
-        LegatoError: A model that can't be used, or a mesh that doesn't fit the world.
+        LegatoError: A model that can't be used, or a mesh that doesn't fit the world; nothing there
+            to compile with.
     """
+    if config.compile:
+        world.on_every_rank(lambda: check_compiler(world.device))
     sharding = plan_sharding(config, world)
     return _whole(config, world) if sharding is None else _sharded(config, world, sharding)
 
@@ -108,6 +115,7 @@ def _whole(config: RunConfig, world: World) -> LoadedModel:
         parameters=masters.tensors if masters is not None else parameters,
         masters=masters,
         stored_masters=masters.copies if masters is not None else {},
+        chunk_loss=compile_chunk_loss() if config.compile else None,
     )
 
 
@@ -137,8 +145,10 @@ def _sharded(config: RunConfig, world: World, sharding: Sharding) -> LoadedModel
     if trained.kind == "adapter":
         fill_from_base(module)
     decode = sharded_decode(module, decoder)
-    check_halves(module, decode, head)
-    _settle_packing(config, module, decode)
+    # Probes have shapes that training doesn't: they would be compiled for once, and never again.
+    with torch.compiler.set_stance("force_eager"):
+        check_halves(module, decode, head)
+        _settle_packing(config, module, decode)
     free_gathered(module)
     parameters = _trainable(module)
     if is_rounded:
@@ -157,6 +167,7 @@ def _sharded(config: RunConfig, world: World, sharding: Sharding) -> LoadedModel
             keeps_whole_gradients=trained.kind == "adapter" and not config.lora_modules_to_save,
         ),
         bytes_read=base.reader.bytes_read,
+        chunk_loss=compile_chunk_loss() if config.compile else None,
     )
 
 
@@ -182,7 +193,7 @@ def _settle_packing(config: RunConfig, module: nn.Module, decode: Callable[..., 
 def _wrapping(config: RunConfig) -> dict[str, Any]:
     options: dict[str, Any] | None = None
     if config.compile:
-        options = {} if config.compile is True else config.compile.model_dump(exclude={"scope"})
+        options = {} if config.compile is True else config.compile.model_dump()
     return {
         "checkpoint_every": int(config.enable_activation_checkpointing),
         "compile_options": options,

@@ -33,7 +33,7 @@ from legato.parallel.world import World
 from legato.recipes.answers import build_answers
 from legato.recipes.data import RunData
 from legato.recipes.methods import read_folder
-from legato.recipes.model import DTYPES, build_model
+from legato.recipes.model import DTYPES, LoadedModel, build_model
 from legato.train.evaluate import evaluate
 from legato.train.in_backward import InBackward
 from legato.train.state import TrainState
@@ -128,10 +128,11 @@ def build_parts(config: RunConfig, data: RunData, *, world: World, state: TrainS
             masters=loaded.masters,
             in_backward=in_backward,
             set_gradient_sync=loaded.set_gradient_sync,
+            chunk_loss=loaded.chunk_loss,
         ),
         optimizer=optimizer,
         saved=saved,
-        evaluate=_evaluation(data.eval_loader, module, loaded.decode, loaded.head, world),
+        evaluate=_evaluation(data.eval_loader, loaded, world),
         answer_prompts=build_answers(config, data, model=module),
         num_parameters=sum(p.numel() for p in module.parameters()),
         num_trainable_parameters=sum(p.numel() for p in loaded.parameters.values()),
@@ -139,17 +140,16 @@ def build_parts(config: RunConfig, data: RunData, *, world: World, state: TrainS
     )
 
 
-def _evaluation(
-    loader: Loader | None, module: Any, decode: Any, head: Any, world: World
-) -> Evaluate | None:
+def _evaluation(loader: Loader | None, loaded: LoadedModel, world: World) -> Evaluate | None:
     if loader is None:
         return None
     return lambda should_stop: evaluate(
         loader,
-        model=module,
-        decode=decode,
-        head=head,
+        model=loaded.trained.module,
+        decode=loaded.decode,
+        head=loaded.head,
         device=world.device,
+        chunk_loss=loaded.chunk_loss,
         should_stop=should_stop,
         sum_over_ranks=world.sum_over_ranks,
     )

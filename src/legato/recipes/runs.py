@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -19,6 +19,7 @@ from legato.data.dealing import BatchSource
 from legato.data.prefetch import Prefetcher
 from legato.data.stream import StreamLoader
 from legato.errors import ConfigError, StopRequested
+from legato.models.compile import CompileClock
 from legato.parallel.placement import find_placement
 from legato.parallel.world import World
 from legato.recipes.data import RunData, build_run_data
@@ -303,6 +304,7 @@ def _train(
     with (
         _reporting(config, facts, checkpointer, state=state, world=world) as reporter,
         _fetching_ahead(config, data, last_step=facts.total_steps) as source,
+        CompileClock() if config.compile else nullcontext() as clock,
     ):
         trainer = Trainer(
             model=parts.model,
@@ -328,6 +330,7 @@ def _train(
             clip_grad_norm=config.clip_grad_norm,
             on_nonfinite=config.on_nonfinite,
             seed=config.seed,
+            compile_seconds=(lambda: clock.seconds) if clock is not None else None,
         )
         result = trainer.fit()
     if world.is_main and isinstance(data.loader, StreamLoader):

@@ -120,6 +120,19 @@ class Progress:
         if self._live is None and log:
             self._print(f"step {facts.step}/{self._total_steps}  {facts_line(facts)}")
 
+    def compiled(self, step: int, *, step_seconds: float, compile_seconds: float) -> None:
+        """Show that torch compiled in a step: the first one, or one with another row length.
+
+        Args:
+            step: The step.
+            step_seconds: How long it took in all.
+            compile_seconds: How much of that was compiling.
+        """
+        self._print(
+            f"step {step} took {human_seconds(step_seconds)}, "
+            f"{human_seconds(compile_seconds)} of them compiling"
+        )
+
     def evaluated(self, step: int, *, loss: float) -> None:
         """Show an evaluation's mean loss per token."""
         self._print(f"step {step}/{self._total_steps}  eval loss {loss:.4f}")

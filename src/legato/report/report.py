@@ -56,6 +56,12 @@ class RunReport:
             tokens_per_second=values["tokens_per_second"],
             memory_bytes=memory,
         )
+        if values.get("compile_seconds"):
+            self._progress.compiled(
+                step,
+                step_seconds=values["step_seconds"],
+                compile_seconds=values["compile_seconds"],
+            )
         self._progress.step(facts, log=log)
         if log:
             self._metrics.write("step", step=step, **values, peak_memory_bytes=memory)

@@ -23,6 +23,7 @@ class StartFacts:
         master_weights: ``fp32`` or ``none``.
         device: Device type as torch names it, such as ``cuda``.
         device_detail: What stands behind it, such as a GPU's name or a thread count; may be empty.
+        compile: What torch.compile compiles: ``off``, ``block`` (each decoder block) or ``model``.
         world_size: Number of processes.
         num_samples: Training samples after dropping; None: they are read while training.
         num_tokens: Their tokens; None as well.
@@ -54,6 +55,7 @@ class StartFacts:
     master_weights: str
     device: str
     device_detail: str = ""
+    compile: str = "off"
     world_size: int = 1
     num_samples: int | None
     num_tokens: int | None
@@ -154,7 +156,9 @@ def _precision(facts: StartFacts) -> str:
 
 def _device(facts: StartFacts) -> str:
     text = facts.device if facts.world_size == 1 else f"{facts.world_size} x {facts.device}"
-    return f"{text} ({facts.device_detail})" if facts.device_detail else text
+    detail = f" ({facts.device_detail})" if facts.device_detail else ""
+    how = {"block": ", compiled block by block", "model": ", compiled as a whole"}
+    return text + detail + how.get(facts.compile, "")
 
 
 def _data(facts: StartFacts) -> str:

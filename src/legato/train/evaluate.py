@@ -11,6 +11,7 @@ from torch import nn
 from legato.data.loader import Loader
 from legato.errors import DataError
 from legato.models.modes import evaluation_mode
+from legato.train.loss import ChunkLoss
 from legato.train.step import Decode, SumOverRanks, batch_loss, loss_positions
 
 
@@ -21,6 +22,7 @@ def evaluate(
     decode: Decode,
     head: nn.Module,
     device: torch.device,
+    chunk_loss: ChunkLoss | None = None,
     should_stop: Callable[[], bool] | None = None,
     sum_over_ranks: SumOverRanks | None = None,
 ) -> dict[str, float | int] | None:
@@ -36,6 +38,7 @@ def evaluate(
         decode: ``input_ids [B, T] -> hidden [B, T, D]``.
         head: ``hidden [N, D] -> logits [N, V]``.
         device: Where the model is.
+        chunk_loss: Loss of a chunk of logits, as in training.
         should_stop: Asked between batches; true ends the evaluation early. The
             same on every rank.
         sum_over_ranks: Adds up numbers over all ranks; None: there is one rank.
@@ -55,7 +58,14 @@ def evaluate(
                 if should_stop is not None and should_stop():
                     return None
                 positions = loss_positions(batch.trained)
-                loss = batch_loss(batch, positions, decode=decode, head=head, device=device)
+                loss = batch_loss(
+                    batch,
+                    positions,
+                    decode=decode,
+                    head=head,
+                    device=device,
+                    chunk_loss=chunk_loss,
+                )
                 loss_sum += loss.item()
                 num_loss_tokens += len(positions)
     if sum_over_ranks is not None:

@@ -13,11 +13,16 @@ logits, and it returns the loss rounded to bf16 (0.06 at a loss of 12).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from legato.models.compile import explained
+
+ChunkLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Logits ``[C, V]`` and targets ``[C]`` -> loss and its gradient: :func:`loss_and_gradient`."""
 
 # One chunk of a 128k vocabulary is then 0.25 GB of bf16; smaller chunks add up the head's weight
 # gradient more often, which costs more than it saves.
@@ -28,9 +33,17 @@ CHUNK_TOKENS = 1024
 _CPU_FP32_ELEMENTS = 1 << 20
 _FP32_ELEMENTS = 1 << 25
 
+# Rows of the one form that is compiled; enough of them for each part of a GPU to have one.
+COMPILED_ROWS = 128
+
 
 def sum_token_loss(
-    hidden: Tensor, targets: Tensor, *, head: nn.Module, chunk_tokens: int = CHUNK_TOKENS
+    hidden: Tensor,
+    targets: Tensor,
+    *,
+    head: nn.Module,
+    chunk_tokens: int = CHUNK_TOKENS,
+    chunk_loss: ChunkLoss | None = None,
 ) -> Tensor:
     """Sum of ``-log p(target)``, in fp32 whatever the dtype of the model.
 
@@ -43,6 +56,7 @@ def sum_token_loss(
         targets: ``[N]``, integer: the token that each position must produce.
         head: ``[C, D] -> [C, V]`` logits. A module, because its trainable parameters are asked for.
         chunk_tokens: Positions whose logits exist at a time.
+        chunk_loss: Loss and gradient of their logits; :func:`loss_and_gradient` by default.
 
     Returns:
         A 0-dim fp32 tensor; 0 when ``N`` is 0. Its backward can run once.
@@ -57,15 +71,16 @@ def sum_token_loss(
         )
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens: expected 1 or more, found {chunk_tokens}")
+    chunk_loss = chunk_loss or loss_and_gradient
     if torch.is_grad_enabled():
         weights = [weight for weight in head.parameters() if weight.requires_grad]
         return _SumTokenLoss.apply(  # type: ignore[no-untyped-call]
-            hidden, targets, head, chunk_tokens, *weights
+            hidden, targets, head, chunk_tokens, chunk_loss, *weights
         )
     total = hidden.new_zeros((), dtype=torch.float32)
     for rows in _chunks(len(targets), chunk_tokens):
         # Its gradient isn't asked for, but costs less than logits that are fp32 all at once.
-        total += loss_and_gradient(head(hidden[rows]), targets[rows])[0]
+        total += chunk_loss(head(hidden[rows]), targets[rows])[0]
     return total
 
 
@@ -97,6 +112,51 @@ def loss_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return loss, gradient
 
 
+def compile_chunk_loss(*, backend: str | Callable[..., Any] = "inductor") -> ChunkLoss:
+    """:func:`loss_and_gradient`, compiled: a row's logits are read and its gradient written once.
+
+    A graph takes ``COMPILED_ROWS`` rows and no other number: one form whatever the number of
+    trained tokens, and the same bits in a resumed run, which a graph for any number doesn't give.
+    The rows that are left over go the plain way.
+
+    Args:
+        backend: torch.compile's backend.
+
+    Returns:
+        The function. It raises CompileError where compiling fails.
+    """
+    whole = explained(
+        torch.compile(_write_gradient, backend=backend, dynamic=False, fullgraph=True),
+        name="the loss",
+    )
+
+    def chunk_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        loss = logits.new_zeros((), dtype=torch.float32)
+        gradient = torch.empty_like(logits)
+        for rows in _chunks(len(targets), COMPILED_ROWS):
+            if len(targets[rows]) == COMPILED_ROWS:
+                loss += whole(logits[rows], targets[rows], gradient[rows])
+            else:
+                rest, gradient[rows] = loss_and_gradient(logits[rows], targets[rows])
+                loss += rest
+        return loss, gradient
+
+    return chunk_loss
+
+
+def _write_gradient(logits: Tensor, targets: Tensor, gradient: Tensor) -> Tensor:
+    """Returns the loss of ``logits [R, V]``, and writes its gradient into ``gradient``."""
+    scores = logits.float()
+    highest = scores.amax(dim=-1, keepdim=True)
+    powers = (scores - highest).exp()  # once a logit, which is what counts on a CPU
+    total = powers.sum(dim=-1, keepdim=True)
+    probs = powers / total
+    column = targets.unsqueeze(-1)
+    is_target = torch.arange(logits.shape[-1], device=logits.device) == column
+    gradient.copy_(torch.where(is_target, probs - 1, probs))
+    return (total.log() + highest - scores.gather(-1, column)).sum()
+
+
 class _SumTokenLoss(torch.autograd.Function):
     """:func:`sum_token_loss` with gradients: ``weights`` are the head's trainable parameters."""
 
@@ -107,6 +167,7 @@ class _SumTokenLoss(torch.autograd.Function):
         targets: Tensor,
         head: nn.Module,
         chunk_tokens: int,
+        chunk_loss: ChunkLoss,
         *weights: Tensor,
     ) -> Tensor:
         total = hidden.new_zeros((), dtype=torch.float32)
@@ -116,7 +177,7 @@ class _SumTokenLoss(torch.autograd.Function):
             with torch.enable_grad():
                 chunk = hidden[rows].detach().requires_grad_()
                 logits = head(chunk)
-            loss, logits_grad = loss_and_gradient(logits.detach(), targets[rows])
+            loss, logits_grad = chunk_loss(logits.detach(), targets[rows])
             chunk_grad, *grads = torch.autograd.grad(logits, [chunk, *weights], logits_grad)
             total += loss
             hidden_grad[rows] = chunk_grad
@@ -137,7 +198,7 @@ class _SumTokenLoss(torch.autograd.Function):
             torch.mul(gradient, loss_grad, out=torch.empty_like(gradient, dtype=dtype))
             for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         ]
-        return (scaled[0], None, None, None, *scaled[1:])
+        return (scaled[0], None, None, None, None, *scaled[1:])
 
 
 def _add_up(sums: list[Tensor], grads: list[Tensor], number: int) -> list[Tensor]:

@@ -18,7 +18,7 @@ from legato.data.loader import Batch
 from legato.errors import DataError, ModelError, NonFiniteError
 from legato.optim.build import set_learning_rate
 from legato.train.in_backward import InBackward
-from legato.train.loss import sum_token_loss
+from legato.train.loss import ChunkLoss, sum_token_loss
 from legato.train.masters import Masters
 from legato.train.rng import seed_everything
 
@@ -72,6 +72,7 @@ def train_step(
     sum_over_ranks: SumOverRanks | None = None,
     gather_over_ranks: GatherOverRanks | None = None,
     device: torch.device | None = None,
+    chunk_loss: ChunkLoss | None = None,
     set_gradient_sync: Callable[[bool], object] | None = None,
     before_update: Callable[[], object] | None = None,
 ) -> StepResult:
@@ -99,6 +100,7 @@ def train_step(
             then the caller's to add up (not to average).
         gather_over_ranks: JSON values of all ranks, by rank; None: there is one rank.
         device: Where the model computes; None: where its parameters are.
+        chunk_loss: Of :func:`sum_token_loss`; None: its own.
         set_gradient_sync: Told before each micro-batch whether gradients are to be added up over
             the ranks after it: only after the last one.
         before_update: Called when an update is certain, before anything is changed.
@@ -142,7 +144,7 @@ def train_step(
         seed_everything(seed, step, number, rank)
         if set_gradient_sync is not None:
             set_gradient_sync(number == len(batches) - 1)
-        loss = batch_loss(batch, at, decode=decode, head=head, device=device)
+        loss = batch_loss(batch, at, decode=decode, head=head, device=device, chunk_loss=chunk_loss)
         if in_backward is not None:
             # Backward changes the weights: all that can be known before is the loss.
             result = judge([loss.item()], 0.0)
@@ -187,7 +189,13 @@ def loss_positions(trained: Tensor) -> Tensor:
 
 
 def batch_loss(
-    batch: Batch, positions: Tensor, *, decode: Decode, head: nn.Module, device: torch.device
+    batch: Batch,
+    positions: Tensor,
+    *,
+    decode: Decode,
+    head: nn.Module,
+    device: torch.device,
+    chunk_loss: ChunkLoss | None = None,
 ) -> Tensor:
     """Sum of the token losses of one micro-batch.
 
@@ -198,6 +206,7 @@ def batch_loss(
             where rows are packed.
         head: ``hidden [N, D] -> logits [N, V]``.
         device: Where the model is.
+        chunk_loss: Of :func:`sum_token_loss`; None: its own.
 
     Returns:
         A 0-dim fp32 tensor.
@@ -208,7 +217,7 @@ def batch_loss(
     where = () if batch.position_ids is None else (batch.position_ids,)
     hidden_BTD = decode(input_ids, *where)
     hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, to_device(positions, device))
-    return sum_token_loss(hidden_ND, targets, head=head)
+    return sum_token_loss(hidden_ND, targets, head=head, chunk_loss=chunk_loss)
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:

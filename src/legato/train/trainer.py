@@ -17,6 +17,7 @@ from legato.data.dealing import Batch, BatchSource, StepBatches
 from legato.errors import LegatoError, NonFiniteError, StopRequested
 from legato.parallel.world import World
 from legato.train.in_backward import InBackward
+from legato.train.loss import ChunkLoss
 from legato.train.masters import Masters
 from legato.train.signals import StopSignals
 from legato.train.state import BestMetric, TrainState
@@ -43,6 +44,7 @@ class TrainableModel:
         in_backward: Updates the parameters during backward; None: that is done after it.
         set_gradient_sync: Told whether the next backward is to add gradients up over the ranks;
             None: there is nothing to switch.
+        chunk_loss: Loss of a chunk of logits and its gradient, compiled; None: the plain one.
     """
 
     module: nn.Module
@@ -52,6 +54,7 @@ class TrainableModel:
     masters: Masters | None = None
     in_backward: InBackward | None = None
     set_gradient_sync: Callable[[bool], object] | None = None
+    chunk_loss: ChunkLoss | None = None
 
 
 class StepSet(Protocol):
@@ -152,6 +155,7 @@ class Trainer:
         clip_grad_norm: Largest global gradient norm, L2; None: no clipping.
         on_nonfinite: ``stop`` or ``skip`` when a loss or gradient isn't finite.
         seed: Root of the derived random streams.
+        compile_seconds: How long torch has been compiling so far; None: nothing is compiled.
     """
 
     def __init__(
@@ -175,6 +179,7 @@ class Trainer:
         clip_grad_norm: float | None = 1.0,
         on_nonfinite: str = "stop",
         seed: int = 0,
+        compile_seconds: Callable[[], float] | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -195,6 +200,7 @@ class Trainer:
         self.clip_grad_norm = clip_grad_norm
         self.on_nonfinite = on_nonfinite
         self.seed = seed
+        self.compile_seconds = compile_seconds
         self.world = world
         self._saves: list[SaveRecord] = []
         self._signals = StopSignals(
@@ -226,11 +232,13 @@ class Trainer:
         with self._signals:
             try:
                 for step in range(first_step, self.last_step + 1):
-                    began = time.perf_counter()
+                    began, compiled = time.perf_counter(), self._compile_seconds()
                     fetched = self._fetch(step)
                     result = self._train_step(step, fetched.batches)
                     self._count(result, fetched)
-                    self._report_step(step, result, fetched, seconds=time.perf_counter() - began)
+                    seconds = time.perf_counter() - began
+                    compile_seconds = self._compile_seconds() - compiled
+                    self._report_step(step, result, fetched, seconds, compile_seconds)
                     if step == first_step:  # now the optimizer has a state to make room for
                         self.checkpointer.prepare(self.saved)
 
@@ -280,6 +288,7 @@ class Trainer:
             sum_over_ranks=self.world.sum_over_ranks,
             gather_over_ranks=self.world.gather,
             device=self.world.device,
+            chunk_loss=self.model.chunk_loss,
             set_gradient_sync=self.model.set_gradient_sync,
             # The snapshot of the last save must be complete before weights change.
             before_update=self.checkpointer.wait_staged,
@@ -299,10 +308,18 @@ class Trainer:
                 f"no update was made; samples {', '.join(result.nonfinite_ids[:8])}"
             )
 
+    def _compile_seconds(self) -> float:
+        return self.compile_seconds() if self.compile_seconds is not None else 0.0
+
     def _report_step(
-        self, step: int, result: StepResult, fetched: StepBatches, *, seconds: float
+        self,
+        step: int,
+        result: StepResult,
+        fetched: StepBatches,
+        seconds: float,
+        compile_seconds: float,
     ) -> None:
-        values = {
+        values: dict[str, float | int | None] = {
             "loss": result.loss,
             "lr": self.learning_rate(step),
             "grad_norm": result.grad_norm,
@@ -312,6 +329,8 @@ class Trainer:
             "tokens_per_second": result.num_tokens / seconds,
             "epoch": fetched.epoch,
         }
+        if self.compile_seconds is not None:
+            values["compile_seconds"] = compile_seconds
         log = self.intervals.log.due(step) or step == self.last_step
         self.reporter.step(step, values, log=log)
 

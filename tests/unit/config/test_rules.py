@@ -111,6 +111,10 @@ CONTRADICTIONS = [
         {"keep_best_n_checkpoints": 1, "metric_for_best_model": "eval_loss"},
         "metric_for_best_model: there is nothing to evaluate on",
     ),
+    (
+        {"recipe": "full_finetune_distributed", "compile": {"mode": "reduce-overhead"}},
+        "compile: these modes record CUDA graphs",
+    ),
     ({"attention": "flash", "device": "cpu"}, "attention: needs a CUDA device"),
     ({"attention": "varlen"}, "attention: varlen is for packed rows; set packing: true"),
     (
@@ -120,7 +124,6 @@ CONTRADICTIONS = [
 ]
 NOT_YET = [
     (LORA | {"quantize_base": "nf4"}, "quantize_base: nf4"),
-    ({"compile": {"scope": "model"}}, "compile.scope: model"),
     ({"shared_storage": False}, "shared_storage: false"),
 ]
 
@@ -164,6 +167,7 @@ def test_every_rule_has_a_case() -> None:
         {"compile": {"scope": "block", "mode": "default"}},
         STREAM | {"shuffle_buffer_size": 100, "num_workers": 2, "packing": True, "val_set_size": 9},
         STREAM | {"eval_datasets": [{"path": "e"}, {"path": "f", "weight": 2}]},
+        {"compile": {"scope": "model", "dynamic": None, "mode": "reduce-overhead"}},
         {"streaming": False, "num_workers": 0, "shared_storage": True},
         {"recipe": "full_finetune_distributed", "dp_shard": 2, "dp_replicate": 4}
         | {"reshard_after_forward": False, "cpu_offload": True},

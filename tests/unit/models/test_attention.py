@@ -18,7 +18,7 @@ from legato.models.attention import (
     settle_packing,
     varlen_attention,
 )
-from legato.models.compile import compile_blocks
+from legato.models.compile import compile_in_place
 from legato.models.head import split_head
 from legato.train.step import batch_loss, loss_positions
 from tests.helpers.families import DENSE, build_family
@@ -92,8 +92,8 @@ def test_loss_and_gradient_of_packed_rows_are_those_of_padded_ones(attention: st
             patched = torch._dynamo.config.patch(
                 recompile_limit=8, fail_on_recompile_limit_hit=False
             )
-            with patched:  # compile_blocks sets them for the whole process
-                compile_blocks(model, backend="aot_eager", dynamic=False)
+            with patched:  # compile_in_place sets them for the whole process
+                compile_in_place(model, backend="aot_eager", dynamic=False)
         elif packed:
             settle_packing(model, decode, attention=attention, max_seq_len=40)
         if packed:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from legato.train.loss import sum_token_loss
+from legato.train.loss import COMPILED_ROWS, compile_chunk_loss, sum_token_loss
 
 
 class LoRAHead(nn.Module):
@@ -62,6 +62,31 @@ def test_loss_and_gradients_equal_torchs_cross_entropy_over_all_logits(
         gradients(loss / 7, hidden, head), gradients(reference / 7, hidden, head), strict=True
     ):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_a_compiled_loss_is_torchs_and_one_graph_whatever_the_number_of_tokens() -> None:
+    graphs = []
+
+    def counting(graph: torch.fx.GraphModule, _inputs: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    chunk_loss = compile_chunk_loss(backend=counting)
+    head = build_head("trainable")
+    for num_tokens in (COMPILED_ROWS - 1, COMPILED_ROWS, 3 * COMPILED_ROWS + 5):
+        hidden = torch.randn(num_tokens, 16, requires_grad=True)
+        targets = torch.randint(0, 50, (num_tokens,))
+        loss = sum_token_loss(hidden, targets, head=head, chunk_loss=chunk_loss, chunk_tokens=256)
+        with torch.no_grad():
+            same = sum_token_loss(hidden, targets, head=head, chunk_loss=chunk_loss)
+        reference = cross_entropy(head(hidden), targets, reduction="sum")
+        torch.testing.assert_close(loss, reference)
+        torch.testing.assert_close(same, reference)
+        for ours, theirs in zip(
+            gradients(loss, hidden, head), gradients(reference, hidden, head), strict=True
+        ):
+            torch.testing.assert_close(ours, theirs)
+    assert len(graphs) == 1
 
 
 @pytest.fixture

@@ -1,0 +1,161 @@
+"""One training state in many forms: how it is compiled, checkpointed, sharded, trained."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from legato.checkpoint import Checkpointer, ModelPart, OptimizerPart
+from legato.config.schema import RunConfig
+from legato.models.compile import wrap_compile
+from legato.models.head import Decoder
+from legato.models.names import named_weights
+from legato.models.shard import sharded_decode
+from legato.optim.build import build_optimizer
+from legato.parallel.world import World
+from legato.recipes.model import DTYPES, LoadedModel, build_model
+from tests.helpers.loops import Counter
+from tests.helpers.sharded import Arrays, build_config, whole
+
+COMPILE: dict[str, Any] = {
+    "eager": False,
+    "block": True,
+    "model": {"scope": "model"},
+    # By hand, as somebody does who calls torch.compile: see wrap_decoder.
+    "wrap_compile": False,
+}
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("full", {}),
+    "lora": ("lora", {"lora_dropout": 0.1}),
+}
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to train; ``num_ranks`` 1 is a single device, more are FSDP2."""
+
+    how: str
+    checkpointed: bool
+    num_ranks: int
+    method: str
+
+    def __str__(self) -> str:
+        words = (self.how, "ac" * self.checkpointed, f"x{self.num_ranks}", self.method)
+        return "-".join(word for word in words if word)
+
+    def config(self, model: Path) -> RunConfig:
+        method, changes = METHODS[self.method]
+        return build_config(
+            model,
+            method,
+            num_ranks=self.num_ranks,
+            compile=COMPILE[self.how],
+            enable_activation_checkpointing=self.checkpointed,
+            **changes,
+        )
+
+
+def all_forms(num_ranks: int) -> list[Form]:
+    return [
+        Form(how, checkpointed, num_ranks, method)
+        for how, checkpointed, method in itertools.product(COMPILE, (False, True), METHODS)
+    ]
+
+
+class Run:
+    """What trains in a form, and what a checkpoint holds of it. Collective on several ranks."""
+
+    def __init__(self, form: Form, model: Path, world: World) -> None:
+        torch._dynamo.reset()
+        config = form.config(model)
+        self.world = world
+        self.loaded: LoadedModel = build_model(config, world=world)
+        if form.how == "wrap_compile":
+            self.loaded = wrap_decoder(self.loaded, is_sharded=form.num_ranks > 1)
+        trained = self.loaded.trained
+        self.optimizer = build_optimizer(self.loaded.parameters, lr=config.optimizer.lr)
+        self.keys = trained.keys
+        self.counter = Counter()
+        self.state = {
+            "model": ModelPart(
+                tensors=named_weights(trained.module, trainable_only=trained.kind == "adapter"),
+                kind=trained.kind,
+                keys=trained.keys,
+                file_dtype=DTYPES[config.dtype],
+                masters=self.loaded.stored_masters,
+                files=trained.files,
+            ),
+            "optimizer": OptimizerPart(self.optimizer, names=self.loaded.parameters),
+            "trainer": self.counter,
+        }
+
+    def restore(self, output_dir: Path) -> None:
+        with Checkpointer(str(output_dir), process_group=self.world.group) as checkpointer:
+            checkpointer.restore(self.state)
+
+    def save(self, output_dir: Path, *, step: int, start_over: bool = False) -> None:
+        self.counter.step = step
+        with Checkpointer(
+            str(output_dir), process_group=self.world.group, start_over=start_over
+        ) as checkpointer:
+            checkpointer.save(self.state, step=step).result()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the state, named as a step folder names it."""
+        for name, tensor in self.state["model"].tensors.items():
+            yield f"model/{self.keys[name] if self.keys else name}", tensor
+        for name, parameter in self.loaded.parameters.items():
+            for moment, value in self.optimizer.state[parameter].items():
+                yield f"{moment}/{name}", value
+
+    def arrays(self) -> Arrays:
+        """Collective: the state's values, whole."""
+        return whole(dict(self.tensors()))
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Give every tensor, moments included, values that only its name decides."""
+        for parameter in self.loaded.parameters.values():
+            self.optimizer.state[parameter] = {
+                "step": torch.tensor(7.0),
+                "exp_avg": torch.empty_like(parameter),
+                "exp_avg_sq": torch.empty_like(parameter),
+            }
+        for name, tensor in self.tensors():
+            if not name.startswith("step/"):
+                tensor.copy_(known(name, tensor))
+
+
+def known(name: str, like: Tensor) -> Tensor:
+    """The values of a tensor of this name and shape."""
+    draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    values = torch.randn(like.shape, generator=draw) * 0.02
+    return values.abs() if name.startswith("exp_avg_sq") else values
+
+
+def wrap_decoder(loaded: LoadedModel, *, is_sharded: bool) -> LoadedModel:
+    """``loaded`` with its decoder in torch.compile's wrapper, whose name gets into every name."""
+    module: Any = loaded.trained.module
+    causal = module.get_base_model() if hasattr(module, "get_base_model") else module
+    name = next(name for name, child in causal.named_children() if child is causal.get_decoder())
+    decoder = wrap_compile(causal.get_decoder(), dynamic=False)
+    setattr(causal, name, decoder)
+    assert any("._orig_mod." in each for each, _ in module.named_parameters())
+    assert not any("_orig_mod" in each for each in module.state_dict())
+    decode: Any = Decoder(decoder)
+    if is_sharded:
+        decode = sharded_decode(module, decode)
+    return replace(loaded, decode=decode)
+
+
+def is_cut(run: Run) -> bool:
+    """Whether the ranks hold parts of the weights."""
+    return all(isinstance(tensor, DTensor) for tensor in run.loaded.parameters.values())
