@@ -25,7 +25,7 @@ from tests.helpers.runs import RECIPES, legato, losses, write_config
         (
             "TruthfulQA.csv",
             {"columns": {"prompt": "Question", "completion": "Best Answer"}},
-            817,
+            813,
         ),
     ],
 )
