@@ -104,3 +104,22 @@ def test_answers_are_those_of_the_checkpoint_of_their_step(
     for each in found:
         assert each["answer"] == plain_greedy(out / f"step_{each['step']}", each["prompt"])
     assert len({each["answer"] for each in found}) > 1
+
+
+def test_a_stream_without_evaluation_data_gives_prompts_of_its_own(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    config = write_config(
+        tmp_path,
+        model=tiny_model_dir,
+        recipe=RECIPES[0],
+        streaming=True,
+        shuffle_buffer_size=4,
+        max_steps=1,
+        generate_samples=2,
+    )
+    assert legato("run", "--config", config) == 0
+    rows = [f"orders.jsonl:{row}" for row in range(1, 11)]
+    found = samples_of(tmp_path / "out")
+    assert len(found) == 2
+    assert {each["sample_id"] for each in found} <= set(rows)
