@@ -42,6 +42,13 @@ CASES: dict[str, Case] = {
     "bf16": ("full", {"tie_word_embeddings": True}, {"dtype": "bf16"}),
     "lora bf16": ("lora", {}, {"dtype": "bf16"}),
     "dora bf16": ("lora", {}, {"dtype": "bf16", "use_dora": True}),
+    "nf4": ("lora", {}, {"quantize_base": "nf4"}),
+    "nf4 kept gathered": ("lora", {}, {"quantize_base": "nf4", "reshard_after_forward": False}),
+    "nf4 bf16 checkpointed": (
+        "lora",
+        {},
+        {"quantize_base": "nf4", "dtype": "bf16", "enable_activation_checkpointing": True},
+    ),
 }
 # Which keys a single device doesn't have.
 MESH_KEYS = ("dp_replicate", "reshard_after_forward")
@@ -112,13 +119,13 @@ def test_two_ranks_take_the_step_of_one_device_also_in_backward(tmp_path: Path) 
 
 
 def test_three_ranks_take_the_step_of_one_device(tmp_path: Path) -> None:
-    names = ("uneven vocabulary", "fewer rows than ranks", "lora", "dora bf16")
+    names = ("uneven vocabulary", "fewer rows than ranks", "lora", "dora bf16", "nf4")
     compare(3, {name: CASES[name] for name in names}, tmp_path)
 
 
 def test_four_ranks_take_the_step_of_one_device_also_as_copies(tmp_path: Path) -> None:
     cases = {name: CASES[name] for name in ("uneven vocabulary", "fewer rows than ranks")}
-    for name, copies in (("tied", 2), ("lora bf16", 2), ("tied", 4)):
+    for name, copies in (("tied", 2), ("lora bf16", 2), ("tied", 4), ("nf4", 2)):
         method, shape, changes = CASES[name]
         cases[f"{name}, {copies} copies"] = (method, shape, changes | {"dp_replicate": copies})
     compare(4, cases, tmp_path)

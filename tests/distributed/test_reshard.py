@@ -32,6 +32,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "lora",
         {"dtype": "bf16", "use_dora": True, "lora_modules_to_save": ["embed_tokens"]},
     ),
+    "nf4_bf16": ("lora", {"dtype": "bf16", "quantize_base": "nf4"}),
 }
 
 

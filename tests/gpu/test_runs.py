@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -26,22 +27,24 @@ IN_BACKWARD = [
     "gradient_accumulation_steps=1",
 ]
 
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        [],
-        ["packing=true"],
-        ["compile=true"],
-        ["compile=true", "packing=true", "enable_activation_checkpointing=true"],
-        ["compile={scope: model}"],
-        ["num_workers=1"],
-        ["compile={mode: reduce-overhead}"],
-    ],
-    ids=str,
+NF4 = "quantize_base=nf4"
+OPTIONS = (
+    [],
+    ["packing=true"],
+    ["compile=true"],
+    ["compile=true", "packing=true", "enable_activation_checkpointing=true"],
+    ["compile={scope: model}"],
+    ["num_workers=1"],
+    ["compile={mode: reduce-overhead}"],
 )
+RUNS = [
+    *product(RECIPES, OPTIONS),
+    *product(RECIPES[1:], ([NF4], [NF4, "compile=true", "enable_activation_checkpointing=true"])),
+]
+
+
+@pytest.mark.parametrize(("recipe", "options"), RUNS, ids=str)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(
     tmp_path: Path, tiny_model_dir: Path, recipe: str, dtype: str, options: list[str]
 ) -> None:

@@ -53,14 +53,15 @@ def write_family(folder: Path, family: str) -> Path:
     return folder
 
 
-def test_every_family_ships_full_and_lora() -> None:
+def test_every_family_ships_full_lora_and_qlora() -> None:
     names = hub_names()
-    assert len(names) >= 28
+    assert len(names) >= 35
     for family in FAMILIES:
         ours = [name for name in names if name.startswith(f"{family}/")]
         for kind in (
             "full_single_device",
-            "lora_single_device",
+            "_lora_single_device",
+            "_qlora_single_device",
             "full_distributed",
             "lora_distributed",
         ):

@@ -39,3 +39,8 @@ def merge(
         f"The adapter moves the logits by {merged.adapter_effect:.3g}, rounding the merged "
         f"weights by {merged.rounding_error:.3g} (root mean square)."
     )
+    if merged.quantize_base != "none":
+        typer.echo(
+            f"It was trained on the base in {merged.quantize_base}, and is merged into the base in "
+            "its files' own precision."
+        )

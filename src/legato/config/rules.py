@@ -289,6 +289,18 @@ CONFLICTS = (
         "activations are in host memory already; leave it out",
     ),
     Conflict(
+        ("use_dora", "quantize_base"),
+        lambda c: c.use_dora and c.quantize_base != "none",
+        "DoRA reads the base's weights as numbers, which PEFT can't do in nf4; "
+        "leave out one of the two",
+    ),
+    Conflict(
+        ("cpu_offload", "quantize_base"),
+        lambda c: c.cpu_offload and c.quantize_base != "none",
+        "a base in nf4 stays on the device, in a quarter of bf16's memory; "
+        "leave out one of the two",
+    ),
+    Conflict(
         ("metric_for_best_model", *_EVALUATION),
         lambda c: (
             (c.metric_for_best_model or "").startswith("eval_") and not has_evaluation_data(c)
@@ -325,7 +337,6 @@ CONFLICTS = (
 )
 
 LATER: Mapping[str, Callable[[Any], bool]] = {
-    "quantize_base": lambda v: v != "none",
     "shared_storage": lambda v: not v,
 }
 """Keys whose feature isn't built yet, each with the test that tells a value which would need it."""

@@ -233,7 +233,10 @@ class RunConfig(Section):
     use_dora: Switch = key(False, "Weight-decomposed LoRA.", on_resume="refuse")
     use_rslora: Switch = key(False, "Scale by alpha / sqrt(rank) instead.", on_resume="refuse")
     quantize_base: Literal["none", "nf4"] = key(
-        "none", "Quantize the frozen weights.", on_resume="refuse"
+        "none",
+        "nf4 keeps the frozen linear weights of the decoder's layers in 4 bits (QLoRA); "
+        "needs torchao.",
+        on_resume="refuse",
     )
 
     # -- checkpoints

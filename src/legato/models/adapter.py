@@ -26,10 +26,13 @@ class LoadedAdapter:
     Attributes:
         model: PEFT's model around the base.
         base: The folder that the base came from.
+        quantize_base: What the base was while the adapter trained: ``none`` or ``nf4``. Here it
+            is as its files have it.
     """
 
     model: Any
     base: ModelFolder
+    quantize_base: str = "none"
 
 
 def is_adapter(folder: Path) -> bool:
@@ -65,16 +68,14 @@ def find_base(folder: Path) -> ModelFolder:
             path=str(folder),
             base=name,
         ) from error
-    if (folder / BASE_FILE).is_file():
-        expected = _read_object(folder / BASE_FILE).get("digest")
-        found = weights_digest(weight_files(base.path))
-        if expected is not None and expected != found:
-            raise ModelError(
-                f"{folder}: was trained on another base than the one that is at {base.path} now "
-                f"(weights {expected}, found {found}).",
-                path=str(folder),
-                base=str(base.path),
-            )
+    expected = _read_note(folder).get("digest")
+    if expected is not None and expected != (found := weights_digest(weight_files(base.path))):
+        raise ModelError(
+            f"{folder}: was trained on another base than the one that is at {base.path} now "
+            f"(weights {expected}, found {found}).",
+            path=str(folder),
+            base=str(base.path),
+        )
     return base
 
 
@@ -110,7 +111,7 @@ def load_adapter(
         trust_remote_code=trust_remote_code,
     )
     adapted = PeftModel.from_pretrained(model, folder, autocast_adapter_dtype=False)
-    return LoadedAdapter(adapted, base)
+    return LoadedAdapter(adapted, base, _read_note(folder).get("quantize_base", "none"))
 
 
 def file_dtype(folder: Path) -> torch.dtype:
@@ -118,6 +119,11 @@ def file_dtype(folder: Path) -> torch.dtype:
     facts = model_facts(str(folder))
     dtype = getattr(torch, str(facts.dtype if facts is not None else None), None)
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def _read_note(folder: Path) -> dict[str, Any]:
+    """What Legato wrote of the base; nothing in an adapter that comes from elsewhere."""
+    return _read_object(folder / BASE_FILE) if (folder / BASE_FILE).is_file() else {}
 
 
 def _read_object(file: Path) -> dict[str, Any]:

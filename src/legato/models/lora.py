@@ -58,6 +58,7 @@ def attach_lora(
     use_rslora: bool = False,
     base_name: str | Path,
     base_revision: str | None = None,
+    quantize_base: str = "none",
     seed: int = 0,
 ) -> Adapter:
     """Attach a fresh LoRA adapter; the base is frozen and taken over, not copied.
@@ -82,6 +83,8 @@ def attach_lora(
         base_name: The base as the config names it, a folder or hub id: goes into
             ``adapter_config.json``, a folder as its absolute path.
         base_revision: The base's hub revision.
+        quantize_base: What the base's weights are going to be while the adapter trains; goes into
+            ``legato_base.json``.
         seed: Seed of the adapter's first values. The global random state is left as it was.
 
     Returns:
@@ -118,7 +121,7 @@ def attach_lora(
         peft_model = get_peft_model(model, config, autocast_adapter_dtype=False)
     _drop_stand_ins(peft_model)
     keys, twins = adapter_file_keys(peft_model)
-    base = _describe_base(str(base_name), base_revision)
+    base = _describe_base(str(base_name), base_revision) | {"quantize_base": quantize_base}
     # PEFT takes the tied ones off its list, and then knows a tied embedding by a few names only.
     config.modules_to_save = whole or None
     config.base_model_name_or_path = base["base"]

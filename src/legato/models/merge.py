@@ -43,6 +43,8 @@ class Merged:
         adapter_effect: How much the adapter changes the logits (root mean square).
         rounding_error: How far the written model's logits are from base + adapter's, because its
             weights are rounded to the files' dtype (root mean square).
+        quantize_base: What the base was while the adapter trained: ``none`` or ``nf4``. What it
+            was merged into has its files' precision.
     """
 
     path: Path
@@ -50,6 +52,7 @@ class Merged:
     num_parameters: int
     adapter_effect: float
     rounding_error: float
+    quantize_base: str = "none"
 
 
 def merge_adapter(
@@ -110,7 +113,14 @@ def merge_adapter(
             rounding,
             effect,
         )
-    return Merged(output_dir, base, model.num_parameters(), effect, rounding)
+    return Merged(
+        path=output_dir,
+        base=base,
+        num_parameters=model.num_parameters(),
+        adapter_effect=effect,
+        rounding_error=rounding,
+        quantize_base=loaded.quantize_base,
+    )
 
 
 def _check_adapter(folder: Path) -> None:

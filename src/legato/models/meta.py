@@ -55,6 +55,7 @@ class MetaModel:
     keys: Mapping[str, str] = field(init=False)
     twins: Mapping[str, str] = field(init=False)
     _places: Mapping[str, tuple[nn.Module, str]] = field(init=False)
+    _read_already: set[str] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
         keys, twins = _match_keys(self.model, self.reader)
@@ -66,7 +67,7 @@ class MetaModel:
 
     @torch.no_grad()
     def fill(self, root: nn.Module, *, device: torch.device, cpu_offload: bool = False) -> None:
-        """Give ``root`` memory, and read this rank's part of each weight.
+        """Give ``root`` memory, and read this rank's part of each weight that wasn't read yet.
 
         Args:
             root: ``model`` itself, or what was put around it; sharded or not.
@@ -76,20 +77,34 @@ class MetaModel:
         Raises:
             ModelError: Weights that are tied by config.json differ in the files.
         """
-        buffers = [
-            (module, name, buffer)
-            for module in root.modules()
-            for name, buffer in module.named_buffers(recurse=False)
-        ]
         _allocate(root, torch.device("cpu") if cpu_offload else device)
-        for module, name, buffer in buffers:
-            module._buffers[name] = buffer.to(device)  # to_empty took their values
+        for module in root.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(device)
         for name, key in self.keys.items():
+            if name in self._read_already:
+                continue
             module, leaf = self._places[name]
             tensor = getattr(module, leaf)
             self._read(key, tensor)
             if name in self.twins:
                 self._check_twin(self.twins[name], key, tensor)
+
+    def read_whole(self, module: nn.Module, leaf: str) -> Tensor:
+        """One weight for the caller to place; :meth:`fill` leaves it alone from now on.
+
+        Args:
+            module: The module of the model that holds it.
+            leaf: Its name there.
+
+        Returns:
+            The whole weight on the CPU, in the model's dtype.
+        """
+        name = next(n for n, place in self._places.items() if place == (module, leaf))
+        self._read_already.add(name)
+        weight = torch.empty(self.reader.specs[self.keys[name]].shape, dtype=self.dtype)
+        self.reader.read_into(self.keys[name], None, weight, cast=True)
+        return weight
 
     def _read(self, key: str, tensor: Tensor) -> None:
         box, shard = local_box(tensor), _local(tensor)
@@ -145,13 +160,15 @@ def _allocate(root: nn.Module, device: torch.device) -> None:
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in root.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            places.setdefault(id(parameter), []).append((module, name))
-    for module in root.modules():
-        if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
-            module.to_empty(device=device, recurse=False)
-    for (first, name), *others in places.values():
-        for module, other in others:
-            module._parameters[other] = first._parameters[name]
+            if parameter.is_meta:
+                places.setdefault(id(parameter), []).append((module, name))
+    for holders in places.values():
+        module, name = holders[0]
+        old = module._parameters[name]
+        assert old is not None
+        new = nn.Parameter(torch.empty_like(old, device=device), old.requires_grad)
+        for module, name in holders:
+            module._parameters[name] = new
 
 
 def _match_keys(model: Any, reader: FolderReader) -> tuple[dict[str, str], dict[str, str]]:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+FillBlock = Callable[[nn.Module], set[nn.Parameter]]
+
 
 @dataclass(frozen=True)
 class Sharding:
@@ -46,12 +48,16 @@ class Sharding:
     cpu_offload: bool = False
 
 
-def shard_model(model: nn.Module, sharding: Sharding) -> None:
+def shard_model(
+    model: nn.Module, sharding: Sharding, *, fill_block: FillBlock | None = None
+) -> None:
     """Collective: leave this rank its rows of every weight of ``model``, in place.
 
     Args:
         model: The model; weights on the meta device stay there, others are cut.
         sharding: How.
+        fill_block: Called with each block before it is cut, so that no more than one stands in
+            memory whole; gives the parameters that each rank keeps whole.
 
     Raises:
         UnsupportedModelError: The model has no blocks that can be told apart.
@@ -75,7 +81,13 @@ def shard_model(model: nn.Module, sharding: Sharding) -> None:
     }
     blocks = decoder_blocks(model)
     for block in blocks.values():
-        fully_shard(block, reshard_after_forward=sharding.reshard_after_forward, **options)
+        whole = fill_block(block) if fill_block is not None else None
+        fully_shard(
+            block,
+            reshard_after_forward=sharding.reshard_after_forward,
+            ignored_params=whole,
+            **options,
+        )
     # Embedding, last norm and head stay gathered from forward to backward: the head is called
     # after the decoder has returned, and a tied one is the embedding.
     fully_shard(model, reshard_after_forward=False, **options)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from legato.errors import ConfigError
 from legato.models.blocks import decoder_blocks
 from legato.models.compile import compile_in_place
-from legato.models.shard import Sharding, shard_model
+from legato.models.shard import FillBlock, Sharding, shard_model
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +25,7 @@ def wrap_model(
     checkpoint_every: int = 0,
     compile_options: Mapping[str, Any] | None = None,
     sharding: Sharding | None = None,
+    fill_block: FillBlock | None = None,
 ) -> None:
     """Checkpoint, compile and shard a model's blocks, in this order, in place.
 
@@ -38,6 +39,7 @@ def wrap_model(
         compile_options: Of :func:`compile_in_place`; None: nothing is compiled.
         sharding: How its weights are spread over ranks; None: each rank holds all of them.
             Collective then.
+        fill_block: Of :func:`shard_model`.
 
     Raises:
         UnsupportedModelError: The model has no blocks that can be told apart.
@@ -47,7 +49,7 @@ def wrap_model(
     if compile_options is not None:
         compile_in_place(model, **compile_options)
     if sharding is not None:
-        shard_model(model, sharding)
+        shard_model(model, sharding, fill_block=fill_block)
 
 
 def offload_activations(

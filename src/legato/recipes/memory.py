@@ -16,6 +16,7 @@ from legato.errors import ConfigError
 from legato.models.blocks import decoder_blocks
 from legato.models.load import load_meta_model
 from legato.models.names import named_weights
+from legato.models.quantize import saved_bytes
 from legato.optim.build import build_optimizer
 from legato.parallel.world import World
 from legato.recipes.methods import METHODS
@@ -101,10 +102,15 @@ def estimate_memory(config: RunConfig, *, world: World) -> MemoryNeeds:
     }
     moments = _moment_bytes(config, held, rounds=not keeps_masters and dtype != torch.float32)
     is_sharded = mesh.world_size > 1 or config.cpu_offload
-    frozen_bytes = _bytes(weights) - _bytes(trainable)
+    saved = []
+    if config.quantize_base != "none":
+        saved = [saved_bytes(block) for block in decoder_blocks(trained.module).values()]
+    frozen_bytes = _bytes(weights) - _bytes(trainable) - sum(saved)
     gathered = 0
     if is_sharded:  # parts in fp32 are their own masters
         gathered = _gathered_bytes(trained.module, keeps_all=not config.reshard_after_forward)
+        # Weights in NF4 are gathered in NF4.
+        gathered -= max(saved, default=0) if config.reshard_after_forward else sum(saved)
     gradients = [_bytes({name: t}) for name, t in held.items()]
     share = mesh.dp_shard if is_sharded else 1
     masters = _bytes(held) if keeps_masters and not is_sharded else 0

@@ -55,6 +55,7 @@ def lora(model: PreTrainedModel, config: RunConfig) -> Trained:
         use_dora=config.use_dora,
         use_rslora=config.use_rslora,
         base_name=config.model,
+        quantize_base=config.quantize_base,
         seed=config.seed,
     )
     return Trained(

@@ -16,7 +16,9 @@ from legato.models.compile import check_compiler
 from legato.models.head import check_halves
 from legato.models.load import load_meta_model, load_model, split_head
 from legato.models.lora import fill_from_base
+from legato.models.meta import MetaModel
 from legato.models.names import named_weights
+from legato.models.quantize import QuantizedBase, Quantizer, quantize_model
 from legato.models.shard import Sharding, free_gathered, gradient_sync, sharded_decode
 from legato.models.wrap import offload_activations, wrap_model
 from legato.parallel.mesh import build_mesh
@@ -46,6 +48,7 @@ class LoadedModel:
             None on a single device.
         bytes_read: Bytes of weights that this rank read; None: all of them.
         chunk_loss: Loss of a chunk of logits and its gradient, compiled; None: the plain one.
+        quantized: What of the base is quantized; None: nothing is.
     """
 
     trained: Trained
@@ -57,6 +60,7 @@ class LoadedModel:
     set_gradient_sync: Callable[[bool], object] | None = None
     bytes_read: int | None = None
     chunk_loss: ChunkLoss | None = None
+    quantized: QuantizedBase | None = None
 
 
 def build_model(config: RunConfig, *, world: World) -> LoadedModel:
@@ -95,14 +99,18 @@ def plan_sharding(config: RunConfig, world: World) -> Sharding | None:
 
 
 def _whole(config: RunConfig, world: World) -> LoadedModel:
-    base = load_model(
-        config.model,
-        dtype=DTYPES[config.dtype],
-        device=world.device,
-        attention=config.attention,
-        trust_remote_code=config.trust_remote_code,
-    )
-    trained = METHODS[config.recipe](base, config)
+    quantized = None
+    if config.quantize_base == "none":
+        model = load_model(config.model, **_loading(config, world))
+        trained = METHODS[config.recipe](model, config)
+    else:
+        base = load_meta_model(config.model, **_loading(config, world))
+        trained = METHODS[config.recipe](base.model, config)
+        quantized = quantize_model(base, trained.module, device=world.device)
+        for parameter in _trainable(trained.module).values():
+            # Beside a base without memory it was made on the CPU.
+            parameter.data = parameter.data.to(world.device)
+        fill_from_base(trained.module)
     decode, head = split_head(trained.module)
     _settle_packing(config, trained.module, decode)
     wrap_model(trained.module, **_wrapping(config))
@@ -116,32 +124,22 @@ def _whole(config: RunConfig, world: World) -> LoadedModel:
         masters=masters,
         stored_masters=masters.copies if masters is not None else {},
         chunk_loss=compile_chunk_loss() if config.compile else None,
+        quantized=quantized,
     )
 
 
 def _sharded(config: RunConfig, world: World, sharding: Sharding) -> LoadedModel:
-    dtype = DTYPES[config.dtype]
-    base = world.on_every_rank(
-        lambda: load_meta_model(
-            config.model,
-            dtype=dtype,
-            device=world.device,
-            attention=config.attention,
-            trust_remote_code=config.trust_remote_code,
-        )
-    )
+    base = world.on_every_rank(lambda: load_meta_model(config.model, **_loading(config, world)))
     trained = METHODS[config.recipe](base.model, config)
     module = trained.module
     decoder, head = split_head(module)
     stored: Mapping[str, Tensor] = {}
-    is_rounded = config.master_weights == "fp32" and dtype != torch.float32
+    is_rounded = config.master_weights == "fp32" and DTYPES[config.dtype] != torch.float32
     if is_rounded:
         # The parts are fp32 and the gathered weights bf16: no second copy is needed.
         for parameter in _trainable(module).values():
             parameter.data = parameter.data.float()
-    wrap_model(module, **_wrapping(config), sharding=sharding)
-    offload = sharding.cpu_offload
-    world.on_every_rank(lambda: base.fill(module, device=world.device, cpu_offload=offload))
+    quantized = world.on_every_rank(lambda: _shard_and_fill(config, world, sharding, base, module))
     if trained.kind == "adapter":
         fill_from_base(module)
     decode = sharded_decode(module, decoder)
@@ -168,6 +166,7 @@ def _sharded(config: RunConfig, world: World, sharding: Sharding) -> LoadedModel
         ),
         bytes_read=base.reader.bytes_read,
         chunk_loss=compile_chunk_loss() if config.compile else None,
+        quantized=quantized,
     )
 
 
@@ -177,6 +176,32 @@ def _offloaded(
     if not config.enable_activation_offloading:
         return decode
     return offload_activations(decode, device=world.device)
+
+
+def _shard_and_fill(
+    config: RunConfig, world: World, sharding: Sharding, base: MetaModel, module: nn.Module
+) -> QuantizedBase | None:
+    quantizer = None
+    if config.quantize_base != "none":
+        num_shards = sharding.mesh.shape[-1]
+        quantizer = Quantizer(base, device=world.device, num_shards=num_shards)
+    wrap_model(
+        module,
+        **_wrapping(config),
+        sharding=sharding,
+        fill_block=quantizer.quantize if quantizer is not None else None,
+    )
+    base.fill(module, device=world.device, cpu_offload=sharding.cpu_offload)
+    return quantizer.summary() if quantizer is not None else None
+
+
+def _loading(config: RunConfig, world: World) -> dict[str, Any]:
+    return {
+        "dtype": DTYPES[config.dtype],
+        "device": world.device,
+        "attention": config.attention,
+        "trust_remote_code": config.trust_remote_code,
+    }
 
 
 def _settle_packing(config: RunConfig, module: nn.Module, decode: Callable[..., Tensor]) -> None:

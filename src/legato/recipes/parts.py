@@ -28,6 +28,7 @@ from legato.config.schema import RunConfig, Schedule
 from legato.data.loader import Loader
 from legato.errors import ConfigError
 from legato.models.names import named_weights
+from legato.models.quantize import QuantizedBase
 from legato.optim.build import build_optimizer
 from legato.parallel.world import World
 from legato.recipes.answers import build_answers
@@ -56,6 +57,7 @@ class RunParts:
         num_parameters: All parameters, tied ones once.
         num_trainable_parameters: Those that train.
         bytes_read: Bytes of the base's weights that this rank read; None: all of them.
+        quantized: What of the base is quantized; None: nothing is.
     """
 
     model: TrainableModel
@@ -66,6 +68,7 @@ class RunParts:
     num_parameters: int
     num_trainable_parameters: int
     bytes_read: int | None = None
+    quantized: QuantizedBase | None = None
 
 
 def build_parts(config: RunConfig, data: RunData, *, world: World, state: TrainState) -> RunParts:
@@ -137,6 +140,7 @@ def build_parts(config: RunConfig, data: RunData, *, world: World, state: TrainS
         num_parameters=sum(p.numel() for p in module.parameters()),
         num_trainable_parameters=sum(p.numel() for p in loaded.parameters.values()),
         bytes_read=loaded.bytes_read,
+        quantized=loaded.quantized,
     )
 
 

@@ -19,6 +19,11 @@ class StartFacts:
         num_parameters: Parameters of the model, tied ones once.
         num_trainable_parameters: Those that the optimizer changes.
         bytes_read: Bytes of weights that this rank read, of a model that ranks share; None: all.
+        quantize_base: ``none``, or what the frozen weights are kept in, such as ``nf4``.
+        num_quantized_weights: How many weights that are.
+        quantized_bytes: What they take, counted once however many ranks share them.
+        unquantized_bytes: What they would take in ``dtype``.
+        num_whole_weights: Those that each rank holds whole, because they can't be cut evenly.
         dtype: Compute and file dtype, as in the config.
         master_weights: ``fp32`` or ``none``.
         device: Device type as torch names it, such as ``cuda``.
@@ -51,6 +56,11 @@ class StartFacts:
     num_parameters: int
     num_trainable_parameters: int
     bytes_read: int | None = None
+    quantize_base: str = "none"
+    num_quantized_weights: int = 0
+    quantized_bytes: int = 0
+    unquantized_bytes: int = 0
+    num_whole_weights: int = 0
     dtype: str
     master_weights: str
     device: str
@@ -84,6 +94,7 @@ def start_block(facts: StartFacts) -> str:
         ("model", facts.model),
         ("parameters", _parameters(facts)),
         ("precision", _precision(facts)),
+        *([] if facts.quantize_base == "none" else [("base", _base(facts))]),
         ("device", _device(facts)),
         ("data", _data(facts)),
         ("batch", _batch(facts)),
@@ -152,6 +163,17 @@ def _precision(facts: StartFacts) -> str:
     if facts.master_weights == "fp32":
         return f"{facts.dtype}, fp32 master weights"
     return f"{facts.dtype}, no master weights"
+
+
+def _base(facts: StartFacts) -> str:
+    saved = human_bytes(facts.unquantized_bytes - facts.quantized_bytes)
+    text = (
+        f"{facts.quantize_base}: {facts.num_quantized_weights} weights in "
+        f"{human_bytes(facts.quantized_bytes)}, {saved} less than in {facts.dtype}"
+    )
+    if facts.num_whole_weights:
+        text += f"; {facts.num_whole_weights} can't be cut evenly, each rank has them whole"
+    return text
 
 
 def _device(facts: StartFacts) -> str:

@@ -19,21 +19,28 @@ FAMILIES = (
     "smollm2/135M",
 )
 STREAMING = ("smollm2/135M_full_streaming_single_device",)
+LOW_MEMORY = (
+    "llama2/7B_full_low_memory_single_device",
+    "llama3/8B_full_low_memory_single_device",
+)
 
 
 def recipe_for(name: str) -> str:
     _, method, devices = name.split("/")[1].split("_", 2)
-    return f"{method}_finetune_{devices.removeprefix('streaming_')}"
+    devices = devices.removeprefix("streaming_").removeprefix("low_memory_")
+    return f"{method.removeprefix('q')}_finetune_{devices}"
 
 
-def test_every_family_has_full_and_lora_for_one_device_and_for_many() -> None:
+def test_every_family_has_full_and_lora_for_one_device_and_for_many_and_qlora() -> None:
     every = [
-        f"{family}_{method}_{devices}"
+        f"{family}_{kind}"
         for family in FAMILIES
-        for method in ("full", "lora")
-        for devices in ("single_device", "distributed")
+        for kind in (
+            *("full_single_device", "lora_single_device", "qlora_single_device"),
+            *("full_distributed", "lora_distributed"),
+        )
     ]
-    assert hub_names() == sorted([*every, *STREAMING])
+    assert hub_names() == sorted([*every, *STREAMING, *LOW_MEMORY])
 
 
 def test_every_file_is_in_the_catalog() -> None:
@@ -70,6 +77,15 @@ def test_the_command_of_torchtunes_users_fits_every_hub_config(name: str) -> Non
     words = ["device=cuda:0", "compile=True", "max_steps_per_epoch=10", "epochs=1"]
     config = load_config(name, words, recipe=recipe).config
     assert (config.device, config.compile, config.max_steps_per_epoch) == ("cuda:0", True, 10)
+
+
+@pytest.mark.parametrize("name", [n for n in hub_names() if "_qlora_" in n])
+def test_qlora_is_lora_on_a_quantized_base(name: str) -> None:
+    quantized = load_config(name).config
+    plain = load_config(name.replace("_qlora_", "_lora_")).config
+    assert quantized.quantize_base == "nf4"
+    alike = {"quantize_base", "output_dir"}
+    assert quantized.model_dump(exclude=alike) == plain.model_dump(exclude=alike)
 
 
 @pytest.mark.parametrize("name", [n for n in hub_names() if n.endswith("_distributed")])

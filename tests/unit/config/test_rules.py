@@ -108,6 +108,14 @@ CONTRADICTIONS = [
         "enable_activation_offloading: activations are in host memory already",
     ),
     (
+        LORA | {"use_dora": True, "quantize_base": "nf4"},
+        "use_dora: DoRA reads the base's weights as numbers",
+    ),
+    (
+        {"recipe": "lora_finetune_distributed", "cpu_offload": True, "quantize_base": "nf4"},
+        "cpu_offload: a base in nf4 stays on the device",
+    ),
+    (
         {"keep_best_n_checkpoints": 1, "metric_for_best_model": "eval_loss"},
         "metric_for_best_model: there is nothing to evaluate on",
     ),
@@ -123,7 +131,6 @@ CONTRADICTIONS = [
     ),
 ]
 NOT_YET = [
-    (LORA | {"quantize_base": "nf4"}, "quantize_base: nf4"),
     ({"shared_storage": False}, "shared_storage: false"),
 ]
 
@@ -156,7 +163,8 @@ def test_every_rule_has_a_case() -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        LORA | {"lora_rank": 4, "lora_target_modules": "all-linear", "quantize_base": "none"},
+        LORA | {"lora_rank": 4, "lora_target_modules": "all-linear", "quantize_base": "nf4"},
+        {"recipe": "lora_finetune_distributed", "quantize_base": "nf4", "use_rslora": True},
         EVALUATED | {"run_val_every_n_steps": 5},
         {"generate_samples": 2, "run_val_every_n_steps": 5},
         {"keep_best_n_checkpoints": 2, "prune": "move", "greater_is_better": True},

@@ -200,6 +200,7 @@ def test_the_base_is_named_by_path_and_digest(base: Path, monkeypatch: pytest.Mo
         "hub_id": None,
         "revision": None,
         "digest": weights_digest(weight_files(base)),
+        "quantize_base": "none",
     }
 
 

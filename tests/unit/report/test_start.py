@@ -51,6 +51,22 @@ def test_the_block_of_a_fresh_full_run_reads_like_this() -> None:
     )
 
 
+def test_a_quantized_base_is_told_with_what_it_saves_and_what_isnt_shared() -> None:
+    facts = replace(
+        FULL,
+        quantize_base="nf4",
+        num_quantized_weights=210,
+        quantized_bytes=54_800_000,
+        unquantized_bytes=212_000_000,
+    )
+    line = "base          nf4: 210 weights in 54.8 MB, 157 MB less than in bf16"
+    assert start_block(facts).splitlines()[4] == line
+    facts = replace(facts, num_whole_weights=30, world_size=5)
+    line += "; 30 can't be cut evenly, each rank has them whole"
+    assert start_block(facts).splitlines()[4] == line
+    assert len(start_block(facts).splitlines()) < 15
+
+
 def test_the_block_of_a_resumed_lora_run_on_four_gpus_reads_like_this() -> None:
     facts = replace(
         FULL,
