@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from legato.checkpoint import ModelPart, OptimizerPart
-from legato.checkpoint.parts import sort_parts, state_tensors
+from legato.checkpoint.parts import packed_pieces, sort_parts, state_tensors
 from legato.checkpoint.plan import plan_save
 from legato.checkpoint.staging import Stager
 from legato.errors import ConfigError
@@ -72,6 +72,21 @@ def test_the_estimate_is_what_a_run_keeps_after_a_step(case: str, tiny_model_dir
     staged = Stager(plan_save(sort_parts(saved)).sources).staged_bytes
     # The optimizer's counters, four bytes each, aren't counted.
     assert 0 <= staged - needs.staging <= 4 * len(loaded.parameters)
+
+
+def test_a_base_in_4_bits_is_counted_as_such(tiny_model_dir: Path) -> None:
+    config = build_config(
+        tiny_model_dir, "lora", num_ranks=1, quantize_base="nf4", lora_modules_to_save=["norm"]
+    )
+    world = World.single("cpu")
+    needs = estimate_memory(config, world=world)
+    module = build_model(config, world=world).trained.module
+    kept = 0
+    for parameter in named_weights(module).values():
+        pieces = packed_pieces(parameter)
+        kept += num_bytes(pieces.values() if pieces else [parameter])
+    # The table of 16 values and a few scalars of each weight aren't counted.
+    assert 0 <= kept - needs.weights < 14 * 100
 
 
 def test_ranks_share_it_and_updates_in_backward_need_one_gradient(tiny_model_dir: Path) -> None:
