@@ -39,6 +39,8 @@ class EpochOrder:
         return cached[1]
 
     def _build(self, epoch: int) -> Indices:
+        if self._shuffle and len(self._counts) == 1 and self._counts[0] == len(self._members[0]):
+            return permutation(self._counts[0], seed=self._seed, epoch=epoch)  # each row once
         parts: list[Indices] = []
         for number, (members, count) in enumerate(zip(self._members, self._counts, strict=True)):
             if count == 0:
@@ -75,6 +77,11 @@ def permutation(length: int, *, seed: int, epoch: int, stream: int = 0) -> Indic
     # The low bits carry the index: keys can't tie, so the result doesn't depend on the kind of
     # sort.
     bits = np.uint64(length.bit_length())
-    keys = (source.random_raw(length) >> bits << bits) | np.arange(length, dtype=np.uint64)
+    keys = source.random_raw(length)
+    # In place: a million rows are found again in the time that fresh arrays would cost.
+    keys >>= bits
+    keys <<= bits
+    keys |= np.arange(length, dtype=np.uint64)
     keys.sort()
-    return (keys & np.uint64(2 ** length.bit_length() - 1)).astype(np.int64)
+    keys &= np.uint64(2 ** length.bit_length() - 1)
+    return keys.view(np.int64)
