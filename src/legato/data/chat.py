@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime as dt
 import functools
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -19,6 +18,7 @@ from legato.data.examples import ROLES, Example, Message, with_call_ids
 from legato.data.samples import Indices, Mask, Sample, Tally
 from legato.data.spans import PlannedText, Span, TemplateProblem, plan_segments, plan_texts
 from legato.data.templates import opening_ids, resolve_template, stop_ids
+from legato.data.tools import as_json
 from legato.errors import ConfigError, DataError
 
 STOP_APPENDED = "answers without a stop token in the template, appended"
@@ -176,12 +176,10 @@ class ChatFormatter:
         if self._names_calls:
             messages = with_call_ids(messages)
         for number, message in enumerate(messages, start=1):
-            self._refuse_control_tokens(message.content, f"message {number}")
-            self._refuse_control_tokens(message.reasoning or "", f"message {number}")
-            for call in message.tool_calls:
-                self._refuse_control_tokens(json.dumps(call.for_template()), f"message {number}")
+            for text in message.texts():
+                self._refuse_control_tokens(text, f"message {number}")
         for tool in example.tools:
-            self._refuse_control_tokens(json.dumps(tool), "tools")
+            self._refuse_control_tokens(as_json(tool), "tools")
         trained = [i for i, message in enumerate(messages) if self._is_trained(message)]
         if self._turns_to_train == "last":
             trained = trained[-1:]
@@ -221,8 +219,7 @@ class ChatFormatter:
         if found:
             raise TemplateProblem(
                 f"{what} holds the control token {found.group()!r}, which would end or open a "
-                "turn. "
-                "Remove it, or set special_tokens_in_text: allow"
+                "turn. Remove it, or set special_tokens_in_text: allow"
             )
 
     def _render(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from legato.data.tools import ToolCall, made_up_id
+from legato.data.tools import ToolCall, as_json, made_up_id
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -43,6 +43,13 @@ class Message:
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         return message
+
+    def texts(self) -> Iterator[str]:
+        """All of it that a template may write."""
+        yield self.content
+        yield self.reasoning or ""
+        yield self.tool_call_id or ""
+        yield from (as_json(call.for_template()) for call in self.tool_calls)
 
 
 @dataclass(frozen=True, slots=True)

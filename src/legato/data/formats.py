@@ -11,7 +11,7 @@ from typing import Any
 
 from legato.data.examples import ROLES, Example, Message, Segment
 from legato.data.sources import Row
-from legato.data.tools import read_call_id, read_calls, read_tools
+from legato.data.tools import as_json, read_call_id, read_calls, read_tools
 from legato.errors import DataError
 
 
@@ -197,7 +197,8 @@ def _as_example(
         return Example(row.sample_id, row.where, text=made)
     messages = tuple(each for each in made if isinstance(each, Message))
     segments = tuple(each for each in made if isinstance(each, Segment))
-    for text in [m.content + (m.reasoning or "") for m in messages] + [s.text for s in segments]:
+    written = [text for message in messages for text in message.texts()]
+    for text in [*written, *map(as_json, tools), *(segment.text for segment in segments)]:
         _check_encodable(text)
     return Example(row.sample_id, row.where, messages=messages, segments=segments, tools=tools)
 
@@ -276,10 +277,12 @@ def _message(turn: object, number: int) -> Message:
         (turn[key] for key in ("reasoning_content", "reasoning", "thinking") if turn.get(key)), None
     )
     weights = [turn[key] for key in ("weight", "loss_weight") if turn.get(key) is not None]
-    if any(weight not in (0, 1) for weight in weights):
+    if unknown := [weight for weight in weights if weight not in (0, 1)]:
         raise ValueError(
-            f"{where}: weight {weights[0]!r}; 0 (not trained) and 1 (trained) are known"
+            f"{where}: weight {unknown[0]!r}; 0 (not trained) and 1 (trained) are known"
         )
+    if weights[1:] not in ([], weights[:1]):
+        raise ValueError(f"{where}: weight {weights[0]!r} and loss_weight {weights[1]!r}; give one")
     return Message(
         role=str(role),
         content=_text(content, f"{where}: content"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,9 @@ MOST_BYTES = 20 * 10**9
 # Longer than any build: what is left of one after that was left by a crash.
 _MOST_SECONDS_UNFINISHED = 24 * 3600.0
 _DAY_SECONDS = 24 * 3600.0
+# An entry is named by its key; while it is made, by a dot, the key and a suffix. Other folders may
+# stand here, where a person named the folder: they are none of ours to remove.
+_ENTRY = re.compile(r"\.?[0-9a-f]{32}(-\w+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,7 @@ def plan_pruning(
 
 
 def prune_rows(folder: Path, *, most_bytes: int = MOST_BYTES) -> None:
-    """Remove entries that are too old or too many, and what crashed builds left.
+    """Remove entries that are too old or too many, and what crashed builds left; nothing else.
 
     Rows that a run has open stay readable for it, as any removed file does.
 
@@ -98,7 +102,7 @@ def _look(folder: Path) -> tuple[Sequence[Entry], Sequence[Entry]]:
     kept: list[Entry] = []
     unfinished: list[Entry] = []
     for path in folder.iterdir():
-        if path.is_dir():
+        if path.is_dir() and _ENTRY.fullmatch(path.name):
             size = sum(file.stat().st_size for file in path.iterdir())
             entry = Entry(path, path.stat().st_mtime, size)
             (unfinished if path.name.startswith(".") else kept).append(entry)

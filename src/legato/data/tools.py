@@ -37,6 +37,11 @@ class ToolCall:
         yield from self.arguments
 
 
+def as_json(value: Mapping[str, Any]) -> str:
+    """A schema or a call as text, every character as it stands, to look for some in it."""
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
 def read_tools(value: object) -> tuple[dict[str, Any], ...]:
     """The tools that a row offers.
 

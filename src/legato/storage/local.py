@@ -18,8 +18,9 @@ _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EN
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
 
 # Large writes go to the disk in pieces, each on its way while the next is copied; 4 and 16 MiB were
-# as fast. Less than a piece isn't worth a call: the fsync at the end takes it along.
+# as fast. What is small isn't worth a call: the fsync at the end takes it along.
 _PIECE_BYTES = 8 * 1024**2
+_SMALL_BYTES = 256 * 1024
 _SYNC_FILE_RANGE_WRITE = 2  # start writing back, wait for nothing: linux/fs.h
 
 
@@ -189,7 +190,7 @@ def _write_all(fd: int, offset: int, data: Buffer, path: str) -> None:
 
 def _start_writeback(fd: int, offset: int, num_bytes: int) -> None:
     """Let the disk begin on these bytes. Only a hint: what counts is the fsync, and its errors."""
-    if _sync_file_range is not None and num_bytes >= _PIECE_BYTES // 32:
+    if _sync_file_range is not None and num_bytes >= _SMALL_BYTES:
         _sync_file_range(fd, offset, num_bytes, _SYNC_FILE_RANGE_WRITE)
 
 

@@ -186,6 +186,16 @@ def test_a_prompt_of_messages_is_not_trained_even_where_it_holds_answers() -> No
             "weight 0.5; 0 (not trained) and 1 (trained) are known",
         ),
         (
+            "messages",
+            {"messages": [{"role": "user", "content": "a", "weight": 1, "loss_weight": 0}]},
+            "message 1: weight 1 and loss_weight 0; give one",
+        ),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "\ud83d"}]},
+            "half of a surrogate pair",
+        ),
+        (
             "sharegpt",
             {"conversations": [{"from": "function_call", "value": "{"}]},
             "message 1: tool call isn't valid JSON",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from legato.data import ChatFormatter, DatasetSpec, Message, Sample, build_data, marked_sample
-from legato.data.examples import with_call_ids
+from legato.data.examples import Example, with_call_ids
 from legato.data.tools import ToolCall, read_calls, read_tools
 from legato.errors import DataError
 from tests.helpers import tiny
@@ -191,6 +192,28 @@ def test_a_control_token_in_an_argument_is_refused(tmp_path: Path) -> None:
     row["conversations"][1]["value"] = "Rain?"
     with pytest.raises(DataError, match=r"message 3 holds the control token '<\|im_end\|>'"):
         samples_of(tmp_path, row, template="chatml")
+
+
+WIDE = "<\uff5cend\uff5c>"  # DeepSeek's control tokens are of this kind
+
+
+@pytest.mark.parametrize(
+    ("message", "tools"),
+    [
+        (Message("assistant", "", tool_calls=(ToolCall("f", {"a": WIDE}),)), ()),
+        (Message("tool", "1", tool_call_id=WIDE), ()),
+        (Message("assistant", "Yes."), ({"type": "function", "function": {"name": WIDE}},)),
+    ],
+    ids=["call", "id", "tool"],
+)
+def test_a_control_token_of_wide_characters_is_refused_wherever_a_template_writes(
+    message: Message, tools: tuple[dict[str, Any], ...]
+) -> None:
+    tokenizer = tiny.build_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [WIDE]})
+    example = Example("a:1", "a:1", messages=(Message("user", "Hi"), message), tools=tools)
+    with pytest.raises(DataError, match=f"holds the control token '{re.escape(WIDE)}'"):
+        ChatFormatter(tokenizer, template="chatml").format([example])
 
 
 def test_calls_and_tools_are_read_from_every_form() -> None:
