@@ -152,7 +152,7 @@ def measure_rank(
     state_bytes = sum(t.numel() * t.element_size() for t in shards(training))
     result: dict[str, Any] = {"state_bytes": total(state_bytes)}
     if args.rss:
-        result["rss_bytes"] = memory_over_saves(training, folder / "rss")
+        result |= memory_over_saves(training, folder / "rss")
     else:
         result["figures"] = measure_rows(training, folder, args=args)
     if rank == 0:
@@ -201,14 +201,20 @@ def measure(row: Row, training: Training, folder: Path) -> dict[str, Any]:
     return figures
 
 
-def memory_over_saves(training: Training, folder: Path) -> list[int]:
-    """Collective: bytes that all processes hold after each of many saves."""
+def memory_over_saves(training: Training, folder: Path) -> dict[str, Any]:
+    """Collective: what all processes hold after each of many saves, and what one rank held most.
+
+    The latter is its shards and all that saving took beyond them, as a share of its shards.
+    """
+    shard_bytes = sum(t.numel() * t.element_size() for t in shards(training))
+    before = start_memory_watch()
     held = []
     with open_checkpointer(folder) as checkpointer:
         for step in range(1, RSS_SAVES + 1):
             checkpointer.save(training.for_legato, step=step).result()
             held.append(total(status_bytes("VmRSS")))
-    return held
+    highest = (shard_bytes + status_bytes("VmHWM") - before) / shard_bytes
+    return {"rss_bytes": held, "highest_per_shards": largest(highest)}
 
 
 def start_memory_watch() -> int:
@@ -261,7 +267,11 @@ def judge(run: dict[str, Any], *, rss: bool) -> list[Verdict]:
     if rss:
         held = run["rss_bytes"]
         grown = (held[-1] - held[4]) / run["state_bytes"]
-        return [Verdict(f"{where}: memory grown from save 5 to {len(held)} / state", grown, 0.02)]
+        most = f"{where}: a rank's shards and what saving them took at most / its shards"
+        return [
+            Verdict(f"{where}: memory grown from save 5 to {len(held)} / state", grown, 0.02),
+            Verdict(most, run["highest_per_shards"], 2.05),
+        ]
     figures = run["figures"]
     if not {"legato_async", "memcpy", "raw_write", "gather_loop"} <= figures.keys():
         return []
@@ -334,13 +344,15 @@ def save_table(runs: list[dict[str, Any]]) -> str:
 
 def memory_table(runs: list[dict[str, Any]]) -> str:
     lines = [
-        "| method, ranks | state, MB | held after save 1, MB | 5 | 10 | 25 | last |",
-        "| --- " * 7 + "|",
+        "| method, ranks | state, MB | held after save 1, MB | 5 | 10 | 25 | last "
+        "| most on a rank: shards and saving / shards |",
+        "| --- " * 8 + "|",
     ]
     for run in runs:
         held = [run["rss_bytes"][i] / 1e6 for i in (0, 4, 9, 24, -1)]
         cells = [f"{run['method']}, {run['world_size']}", f"{run['state_bytes'] / 1e6:.0f}"]
-        lines.append(f"| {' | '.join([*cells, *(f'{value:.0f}' for value in held)])} |")
+        cells += [*(f"{value:.0f}" for value in held), f"{run['highest_per_shards']:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -126,7 +126,7 @@ class WorldError(LegatoError, RuntimeError):
 
 
 class PeerLostError(WorldError):
-    """Another process of the run ended or doesn't answer; its own log says why."""
+    """Another process of the run failed, ended or doesn't answer; its own log says why."""
 
 
 class RunFailedError(WorldError):

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -22,10 +23,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from legato.checkpoint import Checkpointer, KeepLast, ModelPart, OptimizerPart, RngPart
+from legato.checkpoint import fetch as fetch_module
 from legato.checkpoint import relay as relay_module
 from legato.checkpoint import saver as saver_module
+from legato.checkpoint import staging as staging_module
 from legato.checkpoint.lifecycle import find_damage
-from legato.errors import CheckpointError, CheckpointExistsError, RankDisagreementError
+from legato.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    PeerLostError,
+    RankDisagreementError,
+)
 from legato.storage import LocalStorage, RemoteStorage
 from tests.helpers import spawn
 from tests.helpers.faults import FaultyStorage, Operation
@@ -235,10 +243,13 @@ def test_ranks_that_disagree_on_the_step_all_fail_by_name(tmp_path: Path) -> Non
 
 def different_layout(rank: int, folder: str) -> str:
     model = nn.Linear(3, 3 + rank)
-    with Checkpointer(f"{folder}/out", process_group=dist.group.WORLD) as checkpointer:
-        pending = checkpointer.save({"model": model}, step=1)
-        with pytest.raises(RankDisagreementError, match="differ in layout") as caught:
-            pending.result()
+    checkpointer = Checkpointer(f"{folder}/out", process_group=dist.group.WORLD)
+    pending = checkpointer.save({"model": model}, step=1)
+    with pytest.raises(RankDisagreementError, match="differ in layout"):
+        pending.result()
+    # Trying again would end alike: the run mustn't end as if its last step were on disk.
+    with pytest.raises(RankDisagreementError, match="differ in layout") as caught:
+        checkpointer.close()
     return str(caught.value)
 
 
@@ -321,6 +332,51 @@ def raise_on_error(rank: int, folder: str) -> int:
 def test_a_failure_is_raised_at_the_same_call_on_every_rank(tmp_path: Path) -> None:
     calls = spawn.run(raise_on_error, 2, str(tmp_path))
     assert calls[0] == calls[1]
+
+
+class NotJson:
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": torch.ones(1)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def one_rank_cannot_begin(rank: int, folder: str) -> list[tuple[str, str, float]]:
+    """Rank 1 fails in save() before anything is handed over: at the first plan, and later."""
+    loop, found = Sharded(), []
+    with Checkpointer(f"{folder}/out", process_group=dist.group.WORLD) as checkpointer:
+        for step, wrong in ((1, {"model": "no module"}), (2, None), (3, {"notes": NotJson()})):
+            state = {**loop.state, **(wrong or {})} if rank == 1 else loop.state
+            began = time.monotonic()
+            try:
+                checkpointer.save(state, step=step)
+            except (CheckpointError, PeerLostError, TypeError) as error:
+                found.append((type(error).__name__, str(error), time.monotonic() - began))
+            checkpointer.poll()
+        checkpointer.save(loop.state, step=4)
+    staging_module._available_bytes = lambda: 10 if rank == 1 else 1 << 40
+    with Checkpointer(f"{folder}/out", process_group=dist.group.WORLD) as checkpointer:
+        for step in (5, 6, 7):
+            pending = checkpointer.save(loop.state, step=step)
+            # No room for a copy on rank 1: nobody takes one.
+            assert pending.done
+            assert pending.staged_bytes == 0
+    return found
+
+
+def test_where_one_rank_cannot_begin_a_save_all_raise_at_once_and_go_on_together(
+    tmp_path: Path,
+) -> None:
+    first, second = spawn.run(one_rank_cannot_begin, 2, str(tmp_path))
+    assert [kind for kind, _, _ in first] == ["PeerLostError"] * 2
+    for (_, told, seconds), (kind, text, _) in zip(first, second, strict=True):
+        assert kind != "PeerLostError"
+        assert told == f"no save is begun: rank 1 failed: {kind}: {text}"
+        assert seconds < 10
+    assert sorted(p.name for p in (tmp_path / "out").glob("step_*")) == [
+        f"step_{step}" for step in (2, 4, 5, 6, 7)
+    ]
 
 
 def open_in_the_way(rank: int, folder: str) -> str:
@@ -461,6 +517,48 @@ def test_where_a_file_may_have_one_writer_the_others_send_their_slices(
         assert [info.is_complete for info in checkpointer.steps()] == [True] * 3
         assert checkpointer.source is not None
         assert find_damage(LocalStorage(), checkpointer.source) == []
+
+
+def on_disks_of_their_own(rank: int, folder: str, failing: str | None) -> list[str]:
+    """Each rank has an output_dir of its own: what hosts see that share no disk."""
+    fetch_module.MESSAGE_BYTES = relay_module.MESSAGE_BYTES = 40
+    out = Path(folder, f"host_{rank}", "out")
+    group: dict[str, Any] = {"process_group": dist.group.WORLD, "shared_storage": False}
+    loop = Sharded()
+    if not out.exists():
+        with Checkpointer(out, keep=KeepLast(2), max_file_bytes=200, **group) as checkpointer:
+            for _ in (1, 2, 3):
+                checkpointer.save(loop.state, step=loop.step())
+            assert out.exists() == (rank == 0)
+    storage = FailingOnce(failing) if rank == 1 and failing else LocalStorage()
+    resumed = Sharded()
+    try:
+        with Checkpointer(out, storage=storage, **group) as checkpointer:
+            assert checkpointer.restore(resumed.state) == {"step": 3, "notes": []}
+    except (CheckpointError, PeerLostError) as error:
+        return [str(error)]
+    if loop.counter.step:
+        assert_equal(arrays(resumed.whole()), arrays(loop.whole()))
+    resumed.step()
+    with Checkpointer(out, resume=out / "step_3", start_over=True, **group) as checkpointer:
+        assert checkpointer.source is not None
+        checkpointer.save(resumed.state, step=4)
+    return sorted(path.relative_to(out).as_posix() for path in out.rglob("*step_*"))
+
+
+def test_hosts_that_share_no_disk_save_to_rank_0_and_resume_from_there(tmp_path: Path) -> None:
+    first, *others = spawn.run(on_disks_of_their_own, 3, str(tmp_path), None)
+    assert first == ["step_2", "step_3", "step_4"]
+    assert others == [[".source/step_3"]] * 2
+    with Checkpointer(tmp_path / "host_0" / "out", verify_on_load=True) as checkpointer:
+        assert checkpointer.source is not None
+        assert find_damage(LocalStorage(), checkpointer.source) == []
+    # A host that can't take the step is named, and nobody waits for it.
+    shutil.rmtree(tmp_path / "host_1" / "out" / ".source")
+    first, second, third = spawn.run(on_disks_of_their_own, 3, str(tmp_path), "write_at")
+    assert "Input/output error" in second[0]
+    assert first == third
+    assert first[0].startswith("rank 1: CheckpointError: ")
 
 
 def save_to_a_store(rank: int, folder: str) -> None:

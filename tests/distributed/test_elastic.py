@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,29 @@ def test_a_restart_does_not_start_over_again(tmp_path: Path, tiny_model_dir: Pat
     assert steps_in(archived) == [3]
     [resumed] = [event for event in events(run) if event["event"] == "resume"]
     assert resumed["step"] >= 10  # type: ignore[operator]
+
+
+@pytest.mark.crash
+def test_torchrun_restarts_the_ranks_from_the_newest_checkpoint_too(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    config = write_config(
+        tmp_path,
+        model=tiny_model_dir,
+        recipe="lora_finetune_distributed",
+        epochs=None,
+        max_steps=40,
+        save_every_n_train_steps=4,
+    )
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1")
+    run = Launched(config, command=(*torchrun, "--nproc-per-node=2", "-m", "legato", "run"))
+    run.wait_until(lambda: 8 in steps_in(run.output_dir), "step 8")
+    run.send(signal.SIGKILL, rank=1)
+    run.succeed()
+    [resumed] = [event["step"] for event in events(run) if event["event"] == "resume"]
+    assert resumed in steps_in(run.output_dir)
+    assert resumed >= 8  # type: ignore[operator]
+    assert steps_in(run.output_dir) == list(range(4, 41, 4))
 
 
 @pytest.mark.crash

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -139,33 +141,61 @@ def test_more_processes_than_rows_are_refused(tmp_path: Path, tiny_model_dir: Pa
     assert output.count("3 processes, but") == 1
 
 
+# What rank 1 alone finds, put into it by a module that Python imports at its start.
+ALONE = {
+    "a file it may not read": (
+        """
+import builtins
+real = builtins.open
+def blind(file, *rest, **more):
+    if str(file).endswith("tokenizer_config.json"):
+        raise PermissionError(13, "Permission denied", str(file))
+    return real(file, *rest, **more)
+builtins.open = blind
+""",
+        "Permission denied",
+    ),
+    "too little memory for the first update": (
+        """
+import sys, threading, time
+def step(self, closure=None):
+    import torch
+    torch.empty(1 << 50)
+def exhaust():
+    while not hasattr(sys.modules.get("torch.optim"), "AdamW"):
+        time.sleep(0.01)
+    sys.modules["torch.optim"].AdamW.step = step
+threading.Thread(target=exhaust, daemon=True).start()
+""",
+        "allocate memory",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ALONE)
 def test_a_rank_that_fails_alone_is_named_and_its_traceback_is_in_its_log(
-    tmp_path: Path, tiny_model_dir: Path
+    tmp_path: Path, tiny_model_dir: Path, what: str
 ) -> None:
-    # The row that only rank 1 can't read: a file that is there for rank 0 alone.
+    code, message = ALONE[what]
     site = tmp_path / "site"
     site.mkdir()
+    for_rank_1 = textwrap.indent(code, "    ")
     (site / "sitecustomize.py").write_text(
-        "import os\n"
-        "if os.environ.get('RANK') == '1':\n"
-        "    import builtins\n"
-        "    real = builtins.open\n"
-        "    def blind(file, *rest, **more):\n"
-        "        if str(file).endswith('tokenizer_config.json'):\n"
-        "            raise PermissionError(13, 'Permission denied', str(file))\n"
-        "        return real(file, *rest, **more)\n"
-        "    builtins.open = blind\n"
+        f"import os\nif os.environ.get('RANK') == '1':\n{for_rank_1}"
     )
     config = config_in(tmp_path, tiny_model_dir)
-    run = Launched(config, environment={"PYTHONPATH": str(site)})
+    paths = os.pathsep.join([str(site), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    run = Launched(config, environment={"PYTHONPATH": paths})
+    run.wait_until(lambda: run.process.poll() is not None or run.workers(), "the start")
     code, output = run.end(within_seconds=120)
     assert code == 1
     assert "error: rank 1 failed first: " in output
+    assert message in output
     assert f"Its log: {run.output_dir / 'logs' / 'rank_1.log'}" in output
-    assert "Permission denied" in (run.output_dir / "logs" / "rank_1.log").read_text()
-    assert (
-        "Traceback (most recent call last)" in (run.output_dir / "logs" / "rank_1.log").read_text()
-    )
+    log = (run.output_dir / "logs" / "rank_1.log").read_text()
+    assert message in log
+    assert "Traceback (most recent call last)" in log
+    assert not steps_in(run.output_dir)
 
 
 def test_a_port_that_is_in_use_is_named(tmp_path: Path, tiny_model_dir: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from legato.models.names import named_weights
 from legato.optim.build import build_optimizer
 from legato.parallel.world import World
 from legato.recipes.model import DTYPES, build_model
-from tests.helpers import spawn, tiny
+from tests.helpers import documents, spawn, tiny
 from tests.helpers.loops import Counter
 from tests.helpers.sharded import Arrays, build_config, take_step, whole
 
@@ -167,6 +168,29 @@ def test_a_step_folder_of_two_ranks_is_that_of_one_device_byte_for_byte(tmp_path
         assert stored(one).keys() == stored(two).keys()
         for key, value in stored(one).items():
             assert stored(two)[key].shape == value.shape
+
+        assert_read_by_the_docs_reader(two)
+
+
+def assert_read_by_the_docs_reader(folder: Path) -> None:
+    """What docs/checkpoints.md says is enough to read what two ranks wrote, every byte checked."""
+    manifest, found = documents.format_reader().read_step(folder)
+    assert manifest["world_size"] == 2
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*.safetensors")}
+    assert found.keys() == files
+    assert sum(name.startswith("state/optimizer-") for name in files) >= 2
+    # Of each rank's slices; a bias of few rows may be one rank's alone.
+    assert all(len(manifest["files"][name]["slices"]) > 2 for name in files)
+    for name, arrays in found.items():
+        expected = load_file(folder / name)
+        assert arrays.keys() == expected.keys()
+        for key, value in expected.items():
+            bits = torch.from_numpy(arrays[key].copy()).view(value.dtype).reshape(value.shape)
+            assert torch.equal(bits, value), key
+    moments = {key for name in files if name.startswith("state/") for key in found[name]}
+    told = json.loads((folder / "state" / "trainer.json").read_text())["optimizer"]
+    [group] = told["groups"]
+    assert {f"exp_avg/{name}" for name in group["params"]} <= moments
 
 
 def header(path: Path) -> bytes:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import tiny
 from tests.helpers.launches import Launched
-from tests.helpers.runs import losses, steps_in, write_config
+from tests.helpers.runs import legato, losses, steps_in, write_config
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -43,11 +44,12 @@ def hosts() -> Iterator[tuple[str, str]]:
             ip("netns", "delete", name)
 
 
-def start(config: Path, host: str, number: int, *, prepare: str = "true") -> Launched:
+def start(config: Path, host: str, number: int, *changes: str, prepare: str = "true") -> Launched:
     """``legato run`` on one of the hosts, which has its own name; ``prepare`` runs there first."""
     inside = f'hostname host-{number}; {prepare} && exec "$@"'
     return Launched(
         config,
+        *changes,
         *("--nnodes=2", "--nproc-per-node=1", f"--node-rank={number}"),
         *(f"--master-addr={ADDRESSES[0]}", "--master-port=29517"),
         command=(
@@ -76,17 +78,52 @@ def test_two_hosts_train_one_model_as_one_host_does(
     assert losses(tmp_path / "out") == losses(tmp_path / "one")
 
 
-def test_hosts_that_do_not_share_a_disk_are_refused_by_name(
+def test_hosts_that_share_no_disk_save_to_the_first_and_resume_from_it(
     tmp_path: Path, tiny_model_dir: Path, hosts: tuple[str, str]
 ) -> None:
+    config = config_in(tmp_path, tiny_model_dir, shared_storage=False, max_steps=3)
     (tmp_path / "out").mkdir()
-    config = config_in(tmp_path, tiny_model_dir)
-    own_disk = f"mount -t tmpfs none {tmp_path / 'out'}"
+    own_disk = f"mkdir -p {tmp_path}/disk && mount --bind {tmp_path}/disk {tmp_path}/out"
+
+    def run(last: int) -> None:
+        runs = [
+            start(config, host, number, f"stop_after_step={last}", prepare=prepare)
+            for number, (host, prepare) in enumerate(zip(hosts, ("true", own_disk), strict=True))
+        ]
+        for each in runs:
+            each.succeed()
+
+    run(1)
+    assert steps_in(tmp_path / "disk") == []
+    run(3)
+    assert steps_in(tmp_path / "out") == [1, 3]
+    assert steps_in(tmp_path / "disk" / ".source") == [1]
+    whole = [f"output_dir={tmp_path / 'whole'}", "recipe=full_finetune_single_device"]
+    assert legato("run", "--config", config, "~shared_storage", "batch_size=4", *whole) == 0
+    assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "whole"), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "message"),
+    [
+        ("out", "output_dir: {folder} on host host-1 (rank 1) isn't the folder"),
+        ("model", "model: {folder}"),
+    ],
+)
+def test_what_one_host_does_not_see_is_named_on_both(
+    tmp_path: Path, hosts: tuple[str, str], hidden: str, message: str
+) -> None:
+    folder = tmp_path / hidden
+    tiny.write_model(tmp_path / "model")
+    folder.mkdir(exist_ok=True)
+    config = config_in(tmp_path, tmp_path / "model")
+    own_disk = f"mount -t tmpfs none {folder}"
     runs = [
         start(config, host, number, prepare=own_disk if number else "true")
         for number, host in enumerate(hosts)
     ]
     for run in runs:
         code, text = run.end()
-        assert code == 2, text
-        assert f"output_dir: {tmp_path / 'out'} on host host-1 (rank 1) isn't the folder" in text
+        assert code != 0, text
+        assert message.format(folder=folder) in text
+    assert "step 1" not in text

@@ -18,23 +18,19 @@ from xxhash import xxh3_128_hexdigest
 
 from legato.cli.ckpt import app
 from legato.config.schema import RunConfig
-from tests.helpers import runs, tiny
+from tests.helpers import documents, runs, tiny
 
-ROOT = Path(__file__).parents[2]
+ROOT = documents.ROOT
 DOCUMENT = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
 
 
 def section(title: str) -> str:
-    return re.split(r"^##+ ", DOCUMENT.partition(f" {title}\n")[2], maxsplit=1, flags=re.M)[0]
+    return documents.section(DOCUMENT, title)
 
 
 @pytest.fixture(scope="module")
 def reader() -> SimpleNamespace:
-    """The names of the document's own reader."""
-    (code,) = re.findall(r"^```python\n(.*?)^```$", section("Reading a step"), re.M | re.S)
-    names: dict[str, Any] = {}
-    exec(code, names)
-    return SimpleNamespace(**names)
+    return documents.format_reader()
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +144,7 @@ def test_every_file_of_a_run_is_in_the_docs_tree(kind: str, request: pytest.Fixt
     files = {path.name for path in folder.rglob("*") if path.is_file()} - {"run.yaml"}
     numbers = {"optimizer-00001-of-00001.safetensors": "optimizer-00001-of-00002.safetensors"}
     assert {name for name in files if numbers.get(name, name) not in tree} == set()
+    assert {Path(name).suffix for name in files} <= {".safetensors", ".json", ".jinja"}
     # With a config.json, transformers takes an adapter for a model.
     assert ("config.json" in files) == (kind == "full")
 

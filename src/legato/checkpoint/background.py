@@ -68,7 +68,7 @@ class SaveJob:
 
 
 def write_checkpoint(
-    job: SaveJob, *, folder: RunFolder, peers: Peers, in_place: bool = True
+    job: SaveJob, *, folder: RunFolder, peers: Peers, num_owners: int | None = None
 ) -> Committed:
     """Collective: write a staged save and commit it.
 
@@ -76,8 +76,8 @@ def write_checkpoint(
         job: What to write.
         folder: Where to.
         peers: All ranks; their group is used by this thread only.
-        in_place: Several ranks may write into one file; else each file has an owner, which the
-            others send their slices to.
+        num_owners: None: all ranks write into all files. Else each file has one owner, among the
+            first so many ranks, which the others send their slices to.
 
     Returns:
         The committed step, on every rank.
@@ -88,10 +88,14 @@ def write_checkpoint(
     """
     _agree(job, peers)
     temporary = peers.on_main(
-        lambda: _create_files(job, folder, in_place=in_place), fallback=CheckpointWriteError
+        lambda: _create_files(job, folder, in_place=num_owners is None),
+        fallback=CheckpointWriteError,
     )
     try:
-        written = (_write if in_place else _relay)(job, folder, temporary, peers)
+        if num_owners is None:
+            written = _write(job, folder, temporary, peers)
+        else:
+            written = _relay(job, folder, temporary, peers, num_owners=num_owners)
         error = None
     except Exception as caught:
         written, error = {}, caught
@@ -176,10 +180,14 @@ def _write_runs(storage: Storage, path: str, write: Write, data: memoryview) -> 
             storage.write_at(path, runs.offset + i * runs.distance_bytes, piece)
 
 
-def _relay(job: SaveJob, folder: RunFolder, temporary: str, peers: Peers) -> dict[str, list[Slice]]:
+def _relay(
+    job: SaveJob, folder: RunFolder, temporary: str, peers: Peers, *, num_owners: int
+) -> dict[str, list[Slice]]:
     """Collective: the same where each file has one writer."""
     paths = {file.name: posixpath.join(temporary, file.name) for file in job.plan.files}
-    relay = Relay(job.plan, job.snapshot, storage=folder.storage, peers=peers)
+    relay = Relay(
+        job.plan, job.snapshot, storage=folder.storage, peers=peers, num_owners=num_owners
+    )
     job.pending.times.staged_seconds = job.pending.times.since_start()
     written = relay.run(paths)
     job.pending.times.written_bytes = sum(

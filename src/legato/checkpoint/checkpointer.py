@@ -20,7 +20,7 @@ from legato.checkpoint.lifecycle import RunFolder, find_damage
 from legato.checkpoint.manifest import finite_metrics
 from legato.checkpoint.opening import Launch, locate
 from legato.checkpoint.parts import sort_parts
-from legato.checkpoint.plan import MAX_FILE_BYTES, SavePlan, small_files
+from legato.checkpoint.plan import MAX_FILE_BYTES, small_files
 from legato.checkpoint.policy import (
     EverySteps,
     KeepAll,
@@ -43,10 +43,9 @@ from legato.storage import LocalStorage, Storage
 class Checkpointer:
     """Saves a run by step while it trains, and restores it.
 
-    A save blocks training for a copy of this rank's tensors. Writing, committing and pruning take
-    place on a background thread. A folder ``step_N`` is complete, or it isn't there: it gets its
-    name by one rename, when everything in it is durable. It is a Hugging Face folder (or a PEFT
-    adapter) as it stands, and ``state/`` in it holds what only a resumed run needs.
+    A save blocks training for a copy of this rank's tensors; the rest takes place on a background
+    thread. A folder ``step_N`` is complete, or it isn't there: it gets its name by one rename. It
+    is a Hugging Face folder (or a PEFT adapter), and ``state/`` in it is for resumed runs.
 
     Opening takes the lock of ``output_dir``, removes what a crashed process left, and decides which
     step the run goes on from. Collective, as are ``restore``, ``prepare``, ``save``, ``poll``,
@@ -58,8 +57,7 @@ class Checkpointer:
         keep: Which steps stay; the newest always does.
         config_name: The run's config is written into each step as ``<config_name>.yaml``.
         config_yaml: Its text; None: no such file.
-        resume: ``auto``: from the newest complete step, if there is one; False: from the
-            beginning; a path: from that step and no other.
+        resume: ``auto``: from the newest complete step, if any; False: from none; a path: from it.
         start_over: Move steps that this run would meet to ``output_dir/.old-<time>/``.
         asynchronous: Write in the background; else ``save`` returns when the step is on disk.
         staging: ``overlap``: on a GPU the copy takes place during the next forward and backward,
@@ -75,6 +73,7 @@ class Checkpointer:
         best: What the link ``best`` means; None: the `KeepBest` in ``keep``, if there is one.
         storage: Where ``output_dir`` is; None: as it says, with a lock on a disk.
         process_group: The ranks of the run, any backend; None: a single process.
+        shared_storage: All ranks see one ``output_dir``; else rank 0's gets all of each step.
         max_file_bytes: Bytes of tensors per file.
         lock_wait_seconds: How long to wait for the lock (an elastic restart: about 30).
         launch_id: Name of what started the ranks; None: nothing that restarts them.
@@ -118,6 +117,7 @@ class Checkpointer:
         best: KeepBest | None = None,
         storage: Storage | None = None,
         process_group: dist.ProcessGroup | None = None,
+        shared_storage: bool = True,
         max_file_bytes: int = MAX_FILE_BYTES,
         lock_wait_seconds: float = 0.0,
         launch_id: str | None = None,
@@ -154,6 +154,7 @@ class Checkpointer:
             lock_wait_seconds=lock_wait_seconds,
             launch=Launch(launch_id, attempt),
             process_group=process_group,
+            shared_storage=shared_storage,
             rules=self._rules,
             options=self._options,
             clock=clock,
@@ -248,7 +249,7 @@ class Checkpointer:
         Args:
             state: As for `save`.
         """
-        self._saver.prepare(sort_parts(state))
+        self._saver.prepare(partial(sort_parts, state))
 
     def due(
         self,
@@ -288,7 +289,7 @@ class Checkpointer:
 
         What happens, in order:
             1. (all ranks, before return) wait for the save before, then stage: copy this rank's
-               tensors to host memory. JSON parts are read now.
+               tensors to host memory. JSON parts are read now. One small message: every rank has.
             2. (all ranks, background) agree on what is written; rank 0 makes
                ``.step_<step>.tmp-<run id>/`` and all files; each rank writes its slices, syncs.
             3. (rank 0, background) when all ranks have reported: ``manifest.json``, sync, rename
@@ -312,19 +313,19 @@ class Checkpointer:
 
         Raises:
             CheckpointError: A part can't be stored.
+            PeerLostError: Another rank can't begin the save; ``.rank``. Every rank raises.
             CheckpointWriteError: With ``on_save_error="raise"``: the save before failed.
         """
         if step < 0:
             raise CheckpointError(f"step is {step}; steps are counted from 0")
         self._last_save_at = self._clock()
-        parts = sort_parts(state)
-
-        def files(plan: SavePlan) -> dict[str, bytes]:
-            with_state = not self._options.save_only_model
-            return small_files(parts, plan, config=self._config, with_state=with_state)
-
+        with_state = not self._options.save_only_model
         return self._saver.save(
-            parts, small_files=files, step=step, reason=reason, metrics=finite_metrics(metrics)
+            partial(sort_parts, state),
+            small_files=partial(small_files, config=self._config, with_state=with_state),
+            step=step,
+            reason=reason,
+            metrics=finite_metrics(metrics),
         )
 
     def wait_staged(self) -> None:

@@ -38,7 +38,8 @@ from legato.storage import Storage
 logger = logging.getLogger(__name__)
 
 PIN_NAME = ".pinned"
-# In a step folder that is being written in place: what isn't complete there is ours to replace.
+# In a step folder that is being written in place: what isn't complete there is ours to replace. It
+# holds the id of the run that writes.
 BEGUN_NAME = ".begun"
 POINTERS = ("latest", "best")
 
@@ -112,7 +113,7 @@ class RunFolder:
         self.storage.remove_tree(path)
         self.storage.make_folder(path)
         if not self.storage.atomic_rename:
-            self.storage.write_bytes(posixpath.join(path, BEGUN_NAME), b"")
+            self.storage.write_bytes(posixpath.join(path, BEGUN_NAME), run_id.encode())
         return path
 
     def discard(self, temporary: str) -> None:
@@ -207,11 +208,13 @@ class RunFolder:
 
     # ---- a start ---------------------------------------------------------------------------
 
-    def recover(self, steps: Sequence[StepInfo]) -> None:
+    def recover(self, steps: Sequence[StepInfo], *, run_id: str) -> None:
         """Remove what a crashed process left; the lock must be held.
 
         Args:
             steps: What `steps` returned.
+            run_id: Whose half-written steps go where steps are written in place: such storage has
+                no lock, so another run's may be under way.
         """
         for name in self.storage.list_folder(self.path):
             path = self._at(name)
@@ -222,6 +225,9 @@ class RunFolder:
                 logger.warning("removing the torn checkpoint %s", path)
                 self._remove(path)
         for info in steps:
+            if info.status == "torn" and self._was_begun_by(run_id, info.path):
+                logger.info("removing %s, which wasn't written to its end", info.path)
+                self._remove(info.path)
             half_done = [f"{MANIFEST_NAME}.new"]
             if info.manifest and not info.manifest.has_state:
                 half_done.append(STATE_FOLDER)
@@ -265,6 +271,15 @@ class RunFolder:
     def _is_begun(self, path: str) -> bool:
         names = self.storage.list_folder(path)
         return BEGUN_NAME in names or MANIFEST_NAME in names
+
+    def _was_begun_by(self, run_id: str, path: str) -> bool:
+        names = self.storage.list_folder(path)
+        return (
+            not self.storage.atomic_rename
+            and BEGUN_NAME in names
+            and MANIFEST_NAME not in names
+            and self.storage.read_bytes(posixpath.join(path, BEGUN_NAME)) == run_id.encode()
+        )
 
     def _move_aside(self, there: StepInfo, *, now: float) -> None:
         aside = self._free_name(f".torn-step_{there.step}-{int(now)}")

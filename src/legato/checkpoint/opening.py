@@ -234,7 +234,7 @@ def open_run(
             launch_id=launch.launch_id,
         )
     steps = folder.steps()
-    folder.recover(steps)
+    folder.recover(steps, run_id=opening.run_id)
     path = opening.source.path if opening.source else None
     return {"run_id": opening.run_id, "branch": opening.branch, "source": path}, steps
 

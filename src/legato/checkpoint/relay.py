@@ -1,7 +1,7 @@
 """Writing where a file may have one writer only: its owner writes it, the others send their slices.
 
-For object stores, and for mounts that lose what several processes write into one file. Names and
-bytes of the folder are the same as where all ranks write in place.
+For object stores, for mounts that lose what several processes write into one file, and for hosts
+that share no disk. Names and bytes of the folder are the same as where all ranks write in place.
 """
 
 from __future__ import annotations
@@ -58,15 +58,23 @@ class Relay:
         snapshot: This rank's staged values.
         storage: Where the files are written.
         peers: All ranks.
+        num_owners: So many ranks, the first ones, share the files out among them.
     """
 
     def __init__(
-        self, plan: SavePlan, snapshot: Snapshot, *, storage: Storage, peers: Peers
+        self,
+        plan: SavePlan,
+        snapshot: Snapshot,
+        *,
+        storage: Storage,
+        peers: Peers,
+        num_owners: int,
     ) -> None:
         self._plan = plan
         self._snapshot = snapshot
         self._storage = storage
         self._peers = peers
+        self._num_owners = num_owners
         self._failure: Exception | None = None
         self._held: tuple[Write, Tensor] | None = None
 
@@ -87,7 +95,7 @@ class Relay:
         for number, file in enumerate(self._plan.files):
             everyones = [Piece(**piece) for theirs in said for piece in theirs[file.name]]
             everyones.sort(key=lambda piece: piece.offset)
-            owner = number % self._peers.size
+            owner = number % self._num_owners
             if owner == rank:
                 self._write(file, everyones, path=paths[file.name])
             else:

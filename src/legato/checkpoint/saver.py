@@ -12,13 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from legato.checkpoint.background import BackgroundThread, SaveJob, write_checkpoint
 from legato.checkpoint.lifecycle import RunFolder
 from legato.checkpoint.parts import Parts
-from legato.checkpoint.plan import MAX_FILE_BYTES, SavePlan, plan_save
+from legato.checkpoint.plan import MAX_FILE_BYTES, SavePlan
+from legato.checkpoint.preparation import Preparation
 from legato.checkpoint.records import (
     Committed,
     PendingSave,
@@ -27,7 +25,7 @@ from legato.checkpoint.records import (
     as_write_error,
 )
 from legato.checkpoint.retention import Keeper
-from legato.checkpoint.staging import LiveValues, Snapshot, Stager
+from legato.checkpoint.staging import Snapshot
 from legato.errors import CheckpointError, RankDisagreementError
 from legato.parallel.peers import Peers
 
@@ -60,21 +58,6 @@ class SaveOptions:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {known}")
 
 
-@dataclass(frozen=True, eq=False)
-class _Prepared:
-    """The kept plan, and the live tensors that it was made for."""
-
-    plan: SavePlan
-    stager: Stager | None
-    signature: list[tuple[Tensor, torch.dtype, torch.Size]]
-
-    def fits(self, tensors: list[Tensor]) -> bool:
-        return len(tensors) == len(self.signature) and all(
-            tensor is known and tensor.dtype is dtype and tensor.shape == shape
-            for tensor, (known, dtype, shape) in zip(tensors, self.signature, strict=True)
-        )
-
-
 class Saver:
     """Saves one run's steps.
 
@@ -84,7 +67,7 @@ class Saver:
         control: All ranks, for this thread.
         background: All ranks, for the background thread.
         local_ranks: Processes on this host.
-        in_place: Several ranks may write into one file.
+        num_owners: How many ranks own files; None: all write into all. See `write_checkpoint`.
         run_id: This run.
         branch: This branch of it.
         source: The step resumed from; asked for again, it is returned as it is.
@@ -100,7 +83,7 @@ class Saver:
         control: Peers,
         background: Peers,
         local_ranks: int,
-        in_place: bool,
+        num_owners: int | None,
         run_id: str,
         branch: int,
         source: Committed | None,
@@ -111,19 +94,27 @@ class Saver:
         self._keeper = keeper
         self._control = control
         self._background = background
-        self._local_ranks = local_ranks
-        self._in_place = in_place
+        self._num_owners = num_owners
         self._run_id = run_id
         self._branch = branch
         self._options = options
         self._clock = clock
+        self._preparation = Preparation(
+            control=control,
+            local_ranks=local_ranks,
+            with_state=not options.save_only_model,
+            max_file_bytes=options.max_file_bytes,
+            blocking=options.staging == "blocking",
+            check=options.check_snapshots,
+        )
         self._thread = BackgroundThread()
-        self._prepared: _Prepared | None = None
         self._in_flight: SaveJob | None = None
         self._held: SaveJob | None = None
         self._failed_at = 0.0
         self._warned_of: int | None = None
         self._to_raise: CheckpointError | None = None
+        # Why the last save failed for good; a newer one makes up for it, the end of the run can't.
+        self._lost: CheckpointError | None = None
         self._records: list[SaveRecord] = []
         # This branch's newest step, and no more: a manifest may be megabytes.
         self._newest: Committed | None = None
@@ -136,52 +127,15 @@ class Saver:
         job = self._in_flight or self._held
         return job.step if job else None
 
-    def prepare(self, parts: Parts) -> SavePlan:
+    def prepare(self, read_parts: Callable[[], Parts]) -> None:
         """Collective: plan and allocate unless that is done for just these tensors."""
-        tensors = parts.live_tensors()
-        if self._prepared is not None and self._prepared.fits(tensors):
-            return self._prepared.plan
-        if self._prepared is not None and self._prepared.stager is not None:
-            self._prepared.stager.close()
-        self._prepared = None
-        plan = plan_save(
-            parts,
-            rank=self._control.rank,
-            world_size=self._control.size,
-            local_ranks=self._local_ranks,
-            with_state=not self._options.save_only_model,
-            max_file_bytes=self._options.max_file_bytes,
-        )
-        signature = [(tensor, tensor.dtype, tensor.shape) for tensor in tensors]
-        self._prepared = _Prepared(plan, self._build_stager(plan), signature)
-        return plan
-
-    def _build_stager(self, plan: SavePlan) -> Stager | None:
-        staged = {name: t for name, t in plan.sources.items() if not name.startswith("rng/")}
-        stager, problem = None, None
-        try:
-            stager = Stager(
-                staged,
-                blocking=self._options.staging == "blocking",
-                check=self._options.check_snapshots,
-            )
-        except MemoryError as error:
-            problem = error
-        if self._control.all_true(stager is not None):
-            return stager
-        logger.warning(
-            "not every rank has the memory for a copy of its share (%s): saves are written while "
-            "training stands still", problem or "another rank",
-        )  # fmt: skip
-        if stager is not None:
-            stager.close()
-        return None
+        self._preparation.together(lambda: self._preparation.plan(read_parts()))
 
     def save(
         self,
-        parts: Parts,
+        read_parts: Callable[[], Parts],
         *,
-        small_files: Callable[[SavePlan], Mapping[str, bytes]],
+        small_files: Callable[[Parts, SavePlan], Mapping[str, bytes]],
         step: int,
         reason: str,
         metrics: Mapping[str, float],
@@ -192,9 +146,15 @@ class Saver:
         pending.times.waited_seconds = pending.times.since_start()
         if self._newest is not None and self._newest.step == step:
             return self._return_committed(pending, self._newest, metrics)
-        plan = self.prepare(parts)
-        files = small_files(plan)
-        snapshot = self._stage(parts, plan)
+
+        def begin() -> tuple[Parts, SavePlan, Mapping[str, bytes], Snapshot]:
+            parts = read_parts()
+            plan = self._preparation.plan(parts)
+            return parts, plan, small_files(parts, plan), self._preparation.stage(parts)
+
+        parts, plan, files, snapshot = self._preparation.together(begin)
+        if snapshot.is_copy and not self._preparation.makes_copies:  # another rank has no room
+            snapshot = self._preparation.stage(parts)
         pending.times.staged_bytes = snapshot.staged_bytes
         job = SaveJob(
             pending=pending,
@@ -213,13 +173,6 @@ class Saver:
         pending.times.blocked_seconds = pending.times.since_start()
         self._raise_if_asked()
         return pending
-
-    def _stage(self, parts: Parts, plan: SavePlan) -> Snapshot:
-        assert self._prepared is not None
-        rng = {} if parts.rng is None else {f"rng/{n}": t for n, t in parts.rng.read().items()}
-        if self._prepared.stager is None:
-            return LiveValues(plan.sources, rng)
-        return self._prepared.stager.stage(rng)
 
     def _return_committed(
         self, pending: PendingSave, committed: Committed, metrics: Mapping[str, float]
@@ -244,8 +197,7 @@ class Saver:
 
     def wait_staged(self) -> None:
         """Order what is computed from now on behind the snapshot; see `Stager.wait_staged`."""
-        if self._prepared is not None and self._prepared.stager is not None:
-            self._prepared.stager.wait_staged()
+        self._preparation.wait_staged()
 
     def poll(self) -> list[SaveRecord]:
         """Collective while a save is under way or is to be retried; see `Checkpointer.poll`."""
@@ -289,6 +241,9 @@ class Saver:
             )  # fmt: skip
             time.sleep(max(0.0, min(RETRY_SECONDS, left)))
         self._raise_if_asked()
+        error, self._lost = self._lost, None
+        if error is not None:
+            raise error
 
     def abandon(self) -> None:
         """Finish what is under way without asking the others; alone, retry a failed save once."""
@@ -303,9 +258,8 @@ class Saver:
     def close(self) -> None:
         """End the background thread, when what it does is done, and free the buffers."""
         self._thread.stop()
-        if self._prepared is not None and self._prepared.stager is not None:
-            self._prepared.stager.close()
-        self._prepared = self._held = None
+        self._preparation.close()
+        self._held = None
 
     def _warn_if_slow(self, job: SaveJob) -> None:
         """Once, while there is still time: a rank that hangs is noticed by a timeout alone."""
@@ -328,7 +282,7 @@ class Saver:
         """On the background thread: the whole rest of a save."""
         try:
             outcome: Committed | BaseException = write_checkpoint(
-                job, folder=self._folder, peers=self._background, in_place=self._in_place
+                job, folder=self._folder, peers=self._background, num_owners=self._num_owners
             )
         except BaseException as error:  # whatever it is, the training thread has to hear of it
             outcome = error
@@ -368,6 +322,7 @@ class Saver:
             )
         )
         self._records.append(job.pending.record(will_retry=will_retry))
+        self._lost = None
         if error is None:
             self._newest = job.pending.committed
             return
@@ -379,6 +334,8 @@ class Saver:
         self._held = job if will_retry else None
         if self._options.on_save_error == "raise":
             self._to_raise = as_write_error(error, step=job.step)
+        elif not will_retry:
+            self._lost = as_write_error(error, step=job.step)
 
     def _raise_if_asked(self) -> None:
         error, self._to_raise = self._to_raise, None

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from legato.checkpoint.fetch import fetch_step
 from legato.checkpoint.lifecycle import RunFolder
 from legato.checkpoint.lock import OutputDirLock
 from legato.checkpoint.opening import Launch, Opening, open_run, read_opening
@@ -58,6 +59,7 @@ def open_session(
     lock_wait_seconds: float,
     launch: Launch,
     process_group: dist.ProcessGroup | None,
+    shared_storage: bool,
     rules: KeepRules,
     options: SaveOptions,
     clock: Callable[[], float],
@@ -72,6 +74,8 @@ def open_session(
         lock_wait_seconds: How long it waits for the lock.
         launch: What started the ranks.
         process_group: The ranks; None: a single process.
+        shared_storage: Every rank sees rank 0's output_dir; else rank 0 has all of each step, and
+            the others get the one to resume from.
         rules: What to keep.
         options: How saving works.
         clock: Gives seconds since 1970.
@@ -98,7 +102,13 @@ def open_session(
         return content
 
     try:
-        opening = read_opening(control.on_main(decide, fallback=CheckpointError), folder.storage)
+        content = control.on_main(decide, fallback=CheckpointError)
+        if not shared_storage:
+            source = fetch_step(
+                content["source"], folder=folder, host=socket.gethostname(), peers=control
+            )
+            content = {**content, "source": source}
+        opening = read_opening(content, folder.storage)
     except BaseException:
         _release(control, background, lock)
         raise
@@ -118,7 +128,7 @@ def open_session(
         control=control,
         background=background,
         local_ranks=hosts.count(socket.gethostname()),
-        in_place=_may_write_in_place(folder, control),
+        num_owners=_count_owners(folder, control, shared_storage=shared_storage),
         run_id=opening.run_id,
         branch=opening.branch,
         source=opening.source,
@@ -126,6 +136,13 @@ def open_session(
         clock=clock,
     )
     return Session(opening, control, background, lock, saver)
+
+
+def _count_owners(folder: RunFolder, control: Peers, *, shared_storage: bool) -> int | None:
+    """Collective: how many ranks own files; None: all may write into all."""
+    if not shared_storage and control.size > 1:
+        return 1
+    return None if _may_write_in_place(folder, control) else control.size
 
 
 def _may_write_in_place(folder: RunFolder, control: Peers) -> bool:

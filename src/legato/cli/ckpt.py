@@ -34,19 +34,22 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @app.command("ls")
 def list_steps(run: _RunArgument, as_json: _Json = False) -> None:
-    """List a run's checkpoints: step, size, age, metrics, and what is special about each."""
+    """List a run's checkpoints: step, size, age, metrics, why each is kept, what is special."""
+    from legato.cli.ckpt_keep import kept_because
+
     folder = _open_run(run)
     steps = folder.steps()
     if not steps and not as_json:
         typer.echo(f"{run} holds no checkpoint")
         return
     marks = {info.step: _marks(folder, info, steps) for info in steps}
+    kept = kept_because(steps)
     if as_json:
-        show_json([_facts(info, marks[info.step]) for info in steps])
+        show_json([_facts(i, marks[i.step]) | {"kept": kept.get(i.step)} for i in steps])
         return
     show_table(
-        ("step", "size", "age", "kind", "saved at", "metrics", "status", ""),
-        [_row(info, marks[info.step]) for info in steps],
+        ("step", "size", "age", "kind", "saved at", "metrics", "status", "kept", ""),
+        [_row(info, marks[info.step], kept.get(info.step)) for info in steps],
     )
 
 
@@ -182,28 +185,21 @@ def prune(
 
 def _planned(folder: RunFolder) -> Iterator[tuple[Committed, str, Callable[[], object]]]:
     """Each step of the newest branch, what happens to it and why, and the function that does it."""
-    from legato.checkpoint.retention import KeepRules, plan_prune
+    from legato.cli.ckpt_keep import plan_keeping
     from legato.errors import CheckpointNotFoundError
-    from legato.recipes.parts import keep_policy
 
-    complete = [info for info in folder.steps() if info.is_complete]
-    if not complete:
+    steps = folder.steps()
+    if not any(info.is_complete for info in steps):
         raise CheckpointNotFoundError(
             f"{folder.path} holds no complete checkpoint", path=folder.path
         )
-    newest, config = complete[-1].committed(), _config_of(complete[-1])
-    ours = [step for info in complete if _same_branch(step := info.committed(), newest)]
-    plan = plan_prune(
-        [step.step for step in ours],
-        rules=KeepRules(keep_policy(config), config.keep_last_n_states),
-        metrics={step.step: step.manifest.metrics for step in ours},
-        pinned=[info.step for info in complete if info.pinned],
-    )
-    for step in ours:
+    found = plan_keeping(steps)
+    how, plan = found.config.prune, found.plan
+    for step in found.steps:
         why = ", ".join(plan.reasons.get(step.step, ()))
         if step.step in plan.remove:
-            action = "moved to .pruned/" if config.prune == "move" else "deleted"
-            yield step, action, partial(folder.prune, step.step, how=config.prune, now=time.time())
+            action = "moved to .pruned/" if how == "move" else "deleted"
+            yield step, action, partial(folder.prune, step.step, how=how, now=time.time())
         elif step.step in plan.drop_state and step.manifest.has_state:
             yield step, f"kept without state/ ({why})", partial(folder.drop_state, step)
         else:
@@ -283,6 +279,8 @@ def _open_step(path: Path) -> tuple[RunFolder, StepInfo]:
 
 def _marks(folder: RunFolder, info: StepInfo, steps: list[StepInfo]) -> list[str]:
     """What is special about a step: newest, pinned, where links lead, another branch."""
+    from legato.cli.ckpt_keep import same_branch
+
     complete = [step for step in steps if step.manifest is not None]
     marks = []
     for name in ("latest", "best"):
@@ -294,15 +292,11 @@ def _marks(folder: RunFolder, info: StepInfo, steps: list[StepInfo]) -> list[str
         newest = complete[-1].committed()
         if info.step == newest.step and "latest" not in marks:
             marks.append("newest")
-        if not _same_branch(info.committed(), newest):
+        if not same_branch(info.committed(), newest):
             marks.append("another branch")
         if not info.manifest.has_state:
             marks.append("model only")
     return marks
-
-
-def _same_branch(step: Committed, other: Committed) -> bool:
-    return (step.run_id, step.branch) == (other.run_id, other.branch)
 
 
 def _facts(info: StepInfo, marks: list[str]) -> dict[str, Any]:
@@ -321,12 +315,12 @@ def _facts(info: StepInfo, marks: list[str]) -> dict[str, Any]:
     }
 
 
-def _row(info: StepInfo, marks: list[str]) -> tuple[str, ...]:
+def _row(info: StepInfo, marks: list[str], kept: tuple[str, ...] | None) -> tuple[str, ...]:
     from legato.report.start import human_bytes, human_seconds
 
     note = ", ".join(marks)
     if info.manifest is None:
-        return (str(info.step), "", "", "", "", "", info.status, info.problem or note)
+        return (str(info.step), "", "", "", "", "", info.status, "", info.problem or note)
     manifest = info.manifest
     return (
         str(info.step),
@@ -336,6 +330,7 @@ def _row(info: StepInfo, marks: list[str]) -> tuple[str, ...]:
         manifest.reason,
         _text(manifest.metrics),
         info.status,
+        "" if kept is None else ", ".join(kept) or "goes next",
         note,
     )
 
@@ -370,18 +365,3 @@ def _point_to_newest(folder: RunFolder) -> None:
                 folder.point("latest", complete[-1])
             else:
                 link.unlink()
-
-
-def _config_of(info: StepInfo) -> Any:
-    """The config that a step folder carries."""
-    from legato.config.load import load_config
-    from legato.errors import CheckpointNotFoundError
-
-    assert info.manifest is not None
-    name = next((n for n in info.manifest.files if n.endswith(".yaml")), None)
-    if name is None:
-        raise CheckpointNotFoundError(
-            f"{info.path} carries no config: its run decides by itself what it keeps. Use `rm`",
-            path=info.path,
-        )
-    return load_config(str(Path(info.path) / name)).config

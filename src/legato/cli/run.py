@@ -58,24 +58,27 @@ def run(
     from legato.cli.validate import local_problems
 
     loaded = read_config(config, words)
-    if problems := [loaded.origins.tell(problem) for problem in local_problems(loaded)]:
-        raise ConfigError(problems)
+    problems = [loaded.origins.tell(problem) for problem in local_problems(loaded)]
     show_log()
     placement = find_placement(os.environ)
     if placement is None and is_asked_for(options, os.environ):
         flags = {"--start-over": start_over, "--accept-changes": accept_changes}
         given = [flag for flag, is_given in flags.items() if is_given]
-        _launch(loaded, options, ["run", *words, "--config", config, *given])
+        _launch(loaded, options, ["run", *words, "--config", config, *given], problems=problems)
         return
     with contextlib.ExitStack() as stack:
         if placement is not None and placement.world_size > 1:
             from legato.cli.worker import as_rank
 
             stack.enter_context(as_rank(placement, output_dir=loaded.config.output_dir))
-        _train(loaded, start_over=start_over, accept_changes=accept_changes)
+        elif problems:
+            raise ConfigError(problems)
+        _train(loaded, problems, start_over=start_over, accept_changes=accept_changes)
 
 
-def _train(loaded: LoadedConfig, *, start_over: bool, accept_changes: bool) -> None:
+def _train(
+    loaded: LoadedConfig, problems: list[str], *, start_over: bool, accept_changes: bool
+) -> None:
     from legato import recipes
 
     recipes.run(
@@ -84,16 +87,22 @@ def _train(loaded: LoadedConfig, *, start_over: bool, accept_changes: bool) -> N
         config_yaml=loaded.yaml,
         start_over=start_over,
         accept_changes=accept_changes,
+        local_problems=problems,
     )
 
 
-def _launch(loaded: LoadedConfig, options: list[str], words: list[str]) -> None:
+def _launch(
+    loaded: LoadedConfig, options: list[str], words: list[str], *, problems: list[str]
+) -> None:
     """Start the processes that ``options`` ask for, each with ``words`` as its command line."""
     from legato.cli.worker import LOGS_FOLDER
     from legato.config.rules import check_processes
+    from legato.errors import ConfigError
     from legato.parallel.launch import launch, plan_launch
 
     plan = plan_launch(options, words)
+    if problems and plan.num_hosts == 1:  # of several hosts, the others would wait for this one
+        raise ConfigError(problems)
     check_processes(loaded.config, plan.num_processes)
     launch(plan, logs=Path(loaded.config.output_dir, LOGS_FOLDER))
 

@@ -113,7 +113,9 @@ def _path_problems(loaded: LoadedConfig) -> Iterator[Problem]:
             ("chat_template",), f"{config.chat_template}: expected auto, alpaca, chatml or a file"
         )
     source = config.resume_from_checkpoint
-    if isinstance(source, str) and source != "auto" and not Path(source).expanduser().is_dir():
+    # Without a shared disk it lies on rank 0's host, and this may be another one.
+    is_path = isinstance(source, str) and source != "auto" and config.shared_storage
+    if is_path and not Path(str(source)).expanduser().is_dir():
         yield Problem(("resume_from_checkpoint",), f"{source}: no such folder")
     folder = Path(config.output_dir).expanduser().absolute()
     while not folder.exists():

@@ -122,7 +122,7 @@ ONLY_WITH = (
         "only frozen weights can be quantized; recipe: lora_finetune_single_device has them",
     ),
     OnlyWith(
-        ("dp_shard", "dp_replicate", "reshard_after_forward", "cpu_offload"),
+        ("dp_shard", "dp_replicate", "reshard_after_forward", "cpu_offload", "shared_storage"),
         ("recipe",),
         is_distributed,
         "this recipe trains on one device; the _distributed ones use it",
@@ -337,7 +337,6 @@ CONFLICTS = (
 )
 
 LATER: Mapping[str, Callable[[Any], bool]] = {
-    "shared_storage": lambda v: not v,
 }
 """Keys whose feature isn't built yet, each with the test that tells a value which would need it."""
 

@@ -326,7 +326,12 @@ class RunConfig(Section):
         ge=0,
         allow_inf_nan=False,
     )
-    shared_storage: Switch = key(True, "All hosts see the same output_dir.", on_resume="free")
+    shared_storage: Switch = key(
+        True,
+        "All hosts see the same output_dir. false: all of each checkpoint goes to rank 0's host, "
+        "and a resumed run brings it from there to the others.",
+        on_resume="free",
+    )
 
     # -- what one sees
     run_val_every_n_steps: Interval | None = key(

@@ -80,10 +80,12 @@ class LaunchPlan:
     Attributes:
         arguments: torch's own reading of them.
         num_processes: Processes on all hosts; of a range of hosts, on the fewest.
+        num_hosts: How many hosts; of a range, the most.
     """
 
     arguments: argparse.Namespace
     num_processes: int
+    num_hosts: int
 
 
 def split_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -163,7 +165,7 @@ def plan_launch(options: Sequence[str], words: Sequence[str]) -> LaunchPlan:
     arguments.signals_to_handle = "SIGQUIT"
     if arguments.shutdown_timeout is None:
         arguments.shutdown_timeout = SHUTDOWN_SECONDS
-    return LaunchPlan(arguments, num_processes=min_hosts * per_host)
+    return LaunchPlan(arguments, num_processes=min_hosts * per_host, num_hosts=max_hosts)
 
 
 def _names_a_meeting_place(arguments: argparse.Namespace) -> bool:

@@ -6,16 +6,18 @@ import datetime as dt
 import json
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from legato import errors
-from legato.errors import LegatoError
+from legato.errors import LegatoError, PeerLostError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Peers:
@@ -144,6 +146,31 @@ class Peers:
             # What is done is done, whoever else is gone by now.
             logger.warning("not every rank heard what rank 0 did: %s", error)
         return value
+
+    def on_every_rank(self, do: Callable[[], T]) -> T:
+        """Collective: call ``do``; where it fails on one rank, it fails on all, and says where.
+
+        Args:
+            do: Called on every rank; talks to no other rank.
+
+        Returns:
+            What this rank's ``do`` returned.
+
+        Raises:
+            PeerLostError: It failed on another rank; ``.rank``. A rank's own error is raised as
+                it is.
+        """
+        try:
+            value, error = do(), None
+        except Exception as caught:
+            value, error = None, caught
+        texts = self.gather(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        for rank, text in enumerate(texts):
+            if text is not None:
+                raise PeerLostError(f"rank {rank}: {text}", rank=rank)
+        return value  # type: ignore[return-value]
 
     def close(self) -> None:
         """End the group; without effect once the process group is gone."""

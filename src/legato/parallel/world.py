@@ -156,17 +156,7 @@ class World:
             PeerLostError: It failed on another rank; ``.rank``. A rank's own error is raised as
                 it is.
         """
-        try:
-            value, error = do(), None
-        except Exception as caught:
-            value, error = None, caught
-        texts = self.gather(None if error is None else f"{type(error).__name__}: {error}")
-        if error is not None:
-            raise error
-        for rank, text in enumerate(texts):
-            if text is not None:
-                raise PeerLostError(f"rank {rank}: {text}", rank=rank)
-        return value  # type: ignore[return-value]
+        return self.control.on_every_rank(do)
 
 
 def _init_process_group(placement: Placement, device: torch.device) -> None:

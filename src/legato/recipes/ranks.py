@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
@@ -42,6 +42,25 @@ def check_same_config(config: RunConfig, *, world: World, flags: Mapping[str, bo
                 *problems,
             ]
         )
+
+
+def check_local_problems(problems: Sequence[str], *, world: World) -> None:
+    """Collective: refuse what any host's files say against the config.
+
+    Args:
+        problems: This host's.
+        world: The ranks.
+
+    Raises:
+        ConfigError: This host has some.
+        PeerLostError: Another one has; ``.rank``.
+    """
+
+    def refuse() -> None:
+        if problems:
+            raise ConfigError(problems)
+
+    world.on_every_rank(refuse)
 
 
 def check_same_data(data: TokenizedData, *, world: World) -> None:
@@ -120,5 +139,6 @@ def check_shared_storage(output_dir: str, *, world: World) -> None:
         raise ConfigError(
             f"output_dir: {place.parent.absolute()} on host {where} (rank {rank}) isn't the folder "
             f"that host {seen[0][0]} (rank 0) writes to. Choose a folder on a file system that all "
-            "hosts mount: every rank writes its part of a checkpoint there."
+            "hosts mount: every rank writes its part of a checkpoint there. Is there none? "
+            "shared_storage: false sends all parts to rank 0's host."
         )

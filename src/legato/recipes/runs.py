@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import date
@@ -44,6 +44,7 @@ from legato.recipes.plan import (
     say_new_rate,
 )
 from legato.recipes.ranks import (
+    check_local_problems,
     check_mesh,
     check_same_config,
     check_same_data,
@@ -85,6 +86,7 @@ def run(
     config_yaml: str,
     start_over: bool = False,
     accept_changes: bool = False,
+    local_problems: Sequence[str] = (),
 ) -> RunResult:
     """Train as ``config`` says, or go on where an earlier call with it was ended.
 
@@ -97,6 +99,8 @@ def run(
         config_yaml: The resolved config as text.
         start_over: Move steps that are in the way to ``output_dir/.old-<time>/`` first.
         accept_changes: Resume although fields changed that a run can't change.
+        local_problems: What this host's files say against the config. The ranks meet before it is
+            an error, so that nobody waits for one that doesn't come.
 
     Returns:
         How it ended.
@@ -110,8 +114,10 @@ def run(
     with World.join(config.device, distributed=is_distributed(config)) as world:
         flags = {"--start-over": start_over, "--accept-changes": accept_changes}
         check_same_config(config, world=world, flags=flags)
+        check_local_problems(local_problems, world=world)
         check_mesh(config, world=world)
-        check_shared_storage(config.output_dir, world=world)
+        if config.shared_storage:
+            check_shared_storage(config.output_dir, world=world)
         with open_checkpointer(
             config,
             config_name=config_name,
@@ -285,6 +291,7 @@ def open_checkpointer(
         prune=config.prune,
         keep_last_n_states=config.keep_last_n_states,
         process_group=world.group,
+        shared_storage=config.shared_storage,
         lock_wait_seconds=RESTART_LOCK_SECONDS if world.attempt else 0.0,
         launch_id=world.launch_id,
         attempt=world.attempt,

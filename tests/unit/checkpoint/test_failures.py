@@ -190,6 +190,23 @@ def test_without_memory_for_a_copy_saves_are_written_while_training_stands_still
     assert_same(restored(tmp_path / "out", 3, tmp_path), loop.tensors())
 
 
+def test_a_final_save_that_cannot_be_tried_again_is_an_error_of_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging_module, "_available_bytes", lambda: 10)
+    loop = Loop()
+    checkpointer = Checkpointer(tmp_path / "out", storage=FailingCommits(1))
+    checkpointer.save(loop.state, step=loop.step())
+    checkpointer.save(loop.state, step=loop.step())  # makes up for the one before
+    checkpointer.close()
+    checkpointer = Checkpointer(tmp_path / "out", storage=FailingCommits(1))
+    checkpointer.save(loop.state, step=loop.step())
+    with pytest.raises(CheckpointWriteError, match="step 3 could not be saved") as caught:
+        checkpointer.close()
+    assert caught.value.exit_code == 3
+    assert visible(tmp_path / "out") == ["step_2"]
+
+
 def test_synchronous_saves_are_on_disk_when_save_returns(tmp_path: Path) -> None:
     loop = Loop()
     with Checkpointer(tmp_path / "out", asynchronous=False, keep=KeepLast(1)) as checkpointer:

@@ -6,14 +6,17 @@ import json
 import shutil
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from legato.checkpoint import Checkpointer, KeepLast
+from legato.checkpoint.lifecycle import RunFolder
 from legato.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     CheckpointTornError,
 )
+from legato.storage import RemoteStorage
 from tests.helpers.loops import Loop, assert_same
 
 
@@ -242,3 +245,24 @@ def test_the_step_resumed_from_stays_until_a_newer_one_is_committed(tmp_path: Pa
         assert names(out) == ["step_4", "step_6"]
         checkpointer.save(Loop().state, step=7).result()
         assert names(out) == ["step_7"]
+
+
+def test_on_a_store_a_start_removes_what_its_own_run_left_half_written() -> None:
+    filesystem = fsspec.filesystem("memory")
+    try:
+        store = RemoteStorage(filesystem)
+        with Checkpointer("/run", storage=store) as checkpointer:
+            for step in (1, 2):
+                checkpointer.save(Loop().run_to(step).state, step=step)
+        folder = RunFolder(store, "/run")
+        for step, writer in ((3, checkpointer.run_id), (4, "another")):
+            half = folder.reserve(step, run_id=writer, branch=0, saved_at=0.0)
+            store.write_bytes(f"{half}/model.safetensors", b"half")
+        store.write_bytes("/run/step_5/mine", b"somebody's own")
+        store.remove_file("/run/step_1/manifest.json")  # a prune that was cut short
+        with Checkpointer("/run", storage=store) as resumed:
+            assert resumed.run_id == checkpointer.run_id
+            assert store.list_folder("/run") == ["step_2", "step_4", "step_5"]
+    finally:
+        filesystem.store.clear()
+        filesystem.pseudo_dirs[:] = [""]

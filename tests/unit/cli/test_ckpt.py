@@ -56,7 +56,9 @@ def test_ls_lists_steps_by_number(run: Path, capsys: pytest.CaptureFixture[str])
     (run / "step_4" / "model.safetensors").write_bytes(b"short")
     assert main(["ckpt", "ls", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["step", "size", "age", "kind", "saved", "at", "metrics", "status"]
+    assert lines[0].split() == [
+        *("step", "size", "age", "kind", "saved", "at", "metrics", "status", "kept"),
+    ]
     assert [line.split()[0] for line in lines[1:]] == ["1", "2", "4"]
     assert "eval_loss 1" in lines[2]
     assert "complete" in lines[2]
@@ -72,6 +74,29 @@ def test_ls_json_is_for_scripts(run: Path, capsys: pytest.CaptureFixture[str]) -
     assert steps[1]["metrics"] == {"eval_loss": 1.0}
     assert steps[2]["marks"][0] == "latest"
     assert steps[0]["run_id"] == steps[2]["run_id"]
+
+
+def test_ls_tells_why_each_step_is_kept(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ckpt", "pin", str(run / "step_1")]) == 0
+    assert main(["ckpt", "ls", str(run), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out.partition("\n")[2])
+    assert [step["kept"] for step in shown] == [["pinned"], ["best"], ["last", "newest"]]
+    assert main(["ckpt", "unpin", str(run / "step_1")]) == 0
+    capsys.readouterr()
+    assert main(["ckpt", "ls", str(run)]) == 0
+    first, second, third = capsys.readouterr().out.splitlines()[1:]
+    assert "goes next" in first
+    assert "  best" in second
+    assert "  last, newest  " in third
+
+
+def test_ls_of_a_run_without_a_config_says_nothing_of_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save({"model": torch.nn.Linear(1, 1)}, step=1)
+    assert main(["ckpt", "ls", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["kept"] is None
 
 
 def test_ls_of_an_empty_folder_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,6 +35,7 @@ IGNORED = [
     ({"dp_replicate": 2}, "dp_replicate: this recipe trains on one device"),
     ({"reshard_after_forward": False}, "reshard_after_forward: this recipe trains on one device"),
     ({"cpu_offload": True}, "cpu_offload: this recipe trains on one device"),
+    ({"shared_storage": False}, "shared_storage: this recipe trains on one device"),
     ({"quantize_base": "none"}, "quantize_base: only frozen weights can be quantized"),
     (
         {"train_on_inputs": True, "turns_to_train": "last"},
@@ -131,7 +132,6 @@ CONTRADICTIONS = [
     ),
 ]
 NOT_YET = [
-    ({"shared_storage": False}, "shared_storage: false"),
 ]
 
 
@@ -175,10 +175,8 @@ def test_every_rule_has_a_case() -> None:
         {"compile": {"scope": "block", "mode": "default"}},
         STREAM | {"shuffle_buffer_size": 100, "num_workers": 2, "packing": True, "val_set_size": 9},
         STREAM | {"eval_datasets": [{"path": "e"}, {"path": "f", "weight": 2}]},
-        {"compile": {"scope": "model", "dynamic": None, "mode": "reduce-overhead"}},
-        {"streaming": False, "num_workers": 0, "shared_storage": True},
         {"recipe": "full_finetune_distributed", "dp_shard": 2, "dp_replicate": 4}
-        | {"reshard_after_forward": False, "cpu_offload": True},
+        | {"reshard_after_forward": False, "cpu_offload": True, "shared_storage": False},
         {"recipe": "lora_finetune_distributed", "lora_rank": 4, "dp_shard": "all"},
         {"master_weights": "none"},
         {"master_weights": "none", "optimizer": {"name": "adamw_8bit", "lr": 1}},

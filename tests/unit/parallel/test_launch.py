@@ -74,7 +74,7 @@ def test_on_one_host_a_free_port_is_taken() -> None:
     assert not named.arguments.standalone
     several = plan_launch(["--nproc-per-node=3", "--nnodes=2"], ["run"])
     assert not several.arguments.standalone
-    assert several.num_processes == 6
+    assert (several.num_processes, several.num_hosts) == (6, 2)
 
 
 def test_saves_get_ten_minutes_unless_told_otherwise() -> None:

@@ -1,0 +1,168 @@
+"""What a save needs before training may go on: the kept plan, the copy, and every rank's word.
+
+All that may fail on one rank alone happens here, locally; then one small message tells whether it
+has failed anywhere. So every rank begins a save, or none does: a rank that left alone would keep
+the others waiting for it in the background, where nothing but a long timeout ends them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from legato.checkpoint.parts import Parts
+from legato.checkpoint.plan import SavePlan, plan_save
+from legato.checkpoint.staging import LiveValues, Snapshot, Stager
+from legato.errors import PeerLostError
+from legato.parallel.peers import Peers
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# What a rank says of itself.
+_READY, _WITHOUT_COPY, _FAILED = 0.0, 1.0, 2.0
+
+
+@dataclass(eq=False)
+class _Kept:
+    """A plan, and the live tensors that it was made for; no stager: there is no room for a copy."""
+
+    plan: SavePlan
+    stager: Stager | None
+    signature: list[tuple[Tensor, torch.dtype, torch.Size]]
+
+    def fits(self, tensors: list[Tensor]) -> bool:
+        return len(tensors) == len(self.signature) and all(
+            tensor is known and tensor.dtype is dtype and tensor.shape == shape
+            for tensor, (known, dtype, shape) in zip(tensors, self.signature, strict=True)
+        )
+
+
+class Preparation:
+    """Plans once, keeps the buffers, and has the ranks begin a save together.
+
+    Args:
+        control: All ranks, for this thread.
+        local_ranks: Processes on this host.
+        with_state: Whether a step holds what a resumed run needs.
+        max_file_bytes: Bytes of tensors per file.
+        blocking: Complete each copy before training goes on, on CUDA too.
+        check: Compare every copy with a slow synchronous one.
+    """
+
+    def __init__(
+        self,
+        *,
+        control: Peers,
+        local_ranks: int,
+        with_state: bool,
+        max_file_bytes: int,
+        blocking: bool,
+        check: bool,
+    ) -> None:
+        self._control = control
+        self._local_ranks = local_ranks
+        self._with_state = with_state
+        self._max_file_bytes = max_file_bytes
+        self._blocking = blocking
+        self._check = check
+        self._kept: _Kept | None = None
+
+    @property
+    def makes_copies(self) -> bool:
+        """Whether `stage` takes a copy, so that training may go on."""
+        return self._kept is not None and self._kept.stager is not None
+
+    def plan(self, parts: Parts) -> SavePlan:
+        """The plan for ``parts``; made, with the buffers, unless there is one for these tensors."""
+        tensors = parts.live_tensors()
+        if self._kept is not None and self._kept.fits(tensors):
+            return self._kept.plan
+        self.close()
+        plan = plan_save(
+            parts,
+            rank=self._control.rank,
+            world_size=self._control.size,
+            local_ranks=self._local_ranks,
+            with_state=self._with_state,
+            max_file_bytes=self._max_file_bytes,
+        )
+        signature = [(tensor, tensor.dtype, tensor.shape) for tensor in tensors]
+        self._kept = _Kept(plan, self._build_stager(plan), signature)
+        return plan
+
+    def stage(self, parts: Parts) -> Snapshot:
+        """The values of ``parts`` as they are now, for which a plan was made."""
+        assert self._kept is not None
+        rng = {} if parts.rng is None else {f"rng/{n}": t for n, t in parts.rng.read().items()}
+        if self._kept.stager is None:
+            return LiveValues(self._kept.plan.sources, rng)
+        return self._kept.stager.stage(rng)
+
+    def together(self, begin: Callable[[], T]) -> T:
+        """Collective: call ``begin``, which plans; where it fails on one rank, all raise.
+
+        After it either every rank has room for copies, or none takes any.
+
+        Args:
+            begin: Talks to no other rank.
+
+        Returns:
+            What this rank's ``begin`` returned.
+
+        Raises:
+            PeerLostError: It failed on another rank; ``.rank``. A rank's own error is raised as
+                it is.
+        """
+        try:
+            value, error = begin(), None
+        except Exception as caught:
+            value, error = None, caught
+        mine = _FAILED if error else _READY if self.makes_copies else _WITHOUT_COPY
+        said = [theirs for [theirs] in self._control.gather_numbers([mine])]
+        if _FAILED in said:
+            text = None if error is None else f"{type(error).__name__}: {error}"
+            self._raise_for_all(error, self._control.gather(text))
+        if _WITHOUT_COPY in said and self._kept is not None and self._kept.stager is not None:
+            self._kept.stager.close()
+            self._kept.stager = None
+            _warn_of_pauses("another rank")
+        return value  # type: ignore[return-value]
+
+    def wait_staged(self) -> None:
+        """Order what is computed from now on behind the snapshot; see `Stager.wait_staged`."""
+        if self._kept is not None and self._kept.stager is not None:
+            self._kept.stager.wait_staged()
+
+    def close(self) -> None:
+        """Free the buffers, and forget the plan."""
+        if self._kept is not None and self._kept.stager is not None:
+            self._kept.stager.close()
+        self._kept = None
+
+    def _build_stager(self, plan: SavePlan) -> Stager | None:
+        staged = {name: t for name, t in plan.sources.items() if not name.startswith("rng/")}
+        try:
+            return Stager(staged, blocking=self._blocking, check=self._check)
+        except MemoryError as error:
+            _warn_of_pauses(str(error))
+            return None
+
+    def _raise_for_all(self, error: Exception | None, texts: list[str | None]) -> None:
+        if error is not None:
+            raise error
+        rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
+        raise PeerLostError(f"no save is begun: rank {rank} failed: {text}", rank=rank)
+
+
+def _warn_of_pauses(problem: str) -> None:
+    logger.warning(
+        "not every rank has the memory for a copy of its share (%s): saves are written while "
+        "training stands still", problem,
+    )  # fmt: skip
