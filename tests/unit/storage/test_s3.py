@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from legato.checkpoint import Checkpointer, KeepLast
+from legato.checkpoint.lifecycle import RunFolder
 from legato.storage import FileInfo, RemoteStorage
+from tests.helpers.loops import Loop, assert_same
 
 s3fs = pytest.importorskip("s3fs")
 moto_server = pytest.importorskip("moto.server")
@@ -84,3 +87,16 @@ def test_folders_are_listed_renamed_and_removed(filesystem: Any) -> None:
     storage.remove_tree(f"{ROOT}/moved")
     assert storage.list_folder(ROOT) == []
     assert storage.stat(f"{ROOT}/moved") is None
+
+
+def test_a_run_saves_prunes_and_resumes_on_a_bucket(filesystem: Any) -> None:
+    storage = RemoteStorage(filesystem)
+    with Checkpointer(ROOT, storage=storage, keep=KeepLast(2)) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(Loop().run_to(step).state, step=step)
+    RunFolder(storage, ROOT).reserve(4, run_id=checkpointer.run_id, branch=0, saved_at=0.0)
+    resumed = Loop()
+    with Checkpointer(ROOT, storage=storage, verify_on_load=True) as checkpointer:
+        assert storage.list_folder(ROOT) == ["step_2", "step_3"]
+        assert checkpointer.restore(resumed.state) == {"step": 3, "notes": []}
+    assert_same(resumed.tensors(), Loop().run_to(3).tensors())
