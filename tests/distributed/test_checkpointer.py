@@ -553,6 +553,16 @@ def test_hosts_that_share_no_disk_save_to_rank_0_and_resume_from_there(tmp_path:
     with Checkpointer(tmp_path / "host_0" / "out", verify_on_load=True) as checkpointer:
         assert checkpointer.source is not None
         assert find_damage(LocalStorage(), checkpointer.source) == []
+    # Another host first: the run doesn't begin anew unnoticed.
+    (tmp_path / "host_0").rename(tmp_path / "host_3")
+    (tmp_path / "host_1").rename(tmp_path / "host_0")
+    (tmp_path / "host_3").rename(tmp_path / "host_1")
+    for [text] in spawn.run(on_disks_of_their_own, 3, str(tmp_path), None):
+        assert text.startswith("host ")
+        assert " (rank 1) holds step_4, and host " in text
+    (tmp_path / "host_1").rename(tmp_path / "host_3")
+    (tmp_path / "host_0").rename(tmp_path / "host_1")
+    (tmp_path / "host_3").rename(tmp_path / "host_0")
     # A host that can't take the step is named, and nobody waits for it.
     shutil.rmtree(tmp_path / "host_1" / "out" / ".source")
     first, second, third = spawn.run(on_disks_of_their_own, 3, str(tmp_path), "write_at")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from legato.checkpoint.lifecycle import RunFolder, inspect
 from legato.checkpoint.manifest import MANIFEST_NAME, digest_of
-from legato.errors import CheckpointError
+from legato.errors import CheckpointError, CheckpointNotFoundError
 from legato.hf_folder import tensor_bytes
 from legato.parallel.peers import Peers
 
@@ -57,6 +57,34 @@ def fetch_step(path: str | None, *, folder: RunFolder, host: str, peers: Peers) 
         transfer.to(rank)
     peers.on_every_rank(transfer.finish)
     return place or mine
+
+
+def check_first_host(*, folder: RunFolder, host: str, peers: Peers) -> None:
+    """Collective: refuse to begin anew on rank 0's host where another one holds steps.
+
+    Args:
+        folder: This rank's output_dir.
+        host: This rank's host.
+        peers: All ranks.
+
+    Raises:
+        CheckpointNotFoundError: Rank 0 has no step, another host has; ``.rank``.
+    """
+    infos = folder.steps()
+    if not peers.is_main:  # what was brought here once shows that rank 0 was elsewhere
+        brought = RunFolder(folder.storage, posixpath.join(folder.path, SOURCE_FOLDER))
+        infos += brought.steps()
+    newest = max((info.step for info in infos if info.is_complete), default=None)
+    said = peers.gather([host, newest])
+    for rank, (where, newest) in enumerate(said):
+        if said[0][1] is None and newest is not None:
+            raise CheckpointNotFoundError(
+                f"host {where} (rank {rank}) holds step_{newest}, and host {said[0][0]} (rank 0), "
+                "which all steps are read from, holds none. Start rank 0 on the host that it was "
+                "on, or begin anew with resume_from_checkpoint: false.",
+                path=folder.path,
+                rank=rank,
+            )
 
 
 def _describe(folder: RunFolder, path: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from legato.checkpoint.fetch import fetch_step
+from legato.checkpoint.fetch import check_first_host, fetch_step
 from legato.checkpoint.lifecycle import RunFolder
 from legato.checkpoint.lock import OutputDirLock
 from legato.checkpoint.opening import Launch, Opening, open_run, read_opening
@@ -104,9 +104,10 @@ def open_session(
     try:
         content = control.on_main(decide, fallback=CheckpointError)
         if not shared_storage:
-            source = fetch_step(
-                content["source"], folder=folder, host=socket.gethostname(), peers=control
-            )
+            host = socket.gethostname()
+            if resume == "auto":
+                check_first_host(folder=folder, host=host, peers=control)
+            source = fetch_step(content["source"], folder=folder, host=host, peers=control)
             content = {**content, "source": source}
         opening = read_opening(content, folder.storage)
     except BaseException:
