@@ -42,7 +42,9 @@ def fetch_step(path: str | None, *, folder: RunFolder, host: str, peers: Peers) 
         CheckpointError: Rank 0 can't read it.
         PeerLostError: Another rank can't read or write it; ``.rank``.
     """
-    told = peers.on_main(lambda: None if path is None else _describe(folder, path))
+    told = peers.on_main(
+        lambda: None if path is None else _describe(folder, path), fallback=CheckpointError
+    )
     if told is None:
         return None
     mine = posixpath.join(folder.path, SOURCE_FOLDER, posixpath.basename(told["path"]))
