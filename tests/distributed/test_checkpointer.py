@@ -6,7 +6,6 @@ import contextlib
 import errno
 import json
 import os
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -34,7 +33,7 @@ from legato.errors import (
     PeerLostError,
     RankDisagreementError,
 )
-from legato.storage import LocalStorage, RemoteStorage
+from legato.storage import LocalStorage, MemoryStorage, RemoteStorage, Storage
 from tests.helpers import spawn
 from tests.helpers.faults import FaultyStorage, Operation
 from tests.helpers.loops import Counter
@@ -261,8 +260,8 @@ def test_ranks_with_different_models_all_fail(tmp_path: Path) -> None:
 class FailingOnce(FaultyStorage):
     """Its first `verb` on a weight file fails."""
 
-    def __init__(self, verb: str) -> None:
-        super().__init__(LocalStorage(), fail_at=None)
+    def __init__(self, verb: str, inner: Storage | None = None) -> None:
+        super().__init__(inner or LocalStorage(), fail_at=None)
         self.verb = verb
 
     def before(self, operation: Operation, number: int, half: object) -> None:
@@ -519,56 +518,47 @@ def test_where_a_file_may_have_one_writer_the_others_send_their_slices(
         assert find_damage(LocalStorage(), checkpointer.source) == []
 
 
-def on_disks_of_their_own(rank: int, folder: str, failing: str | None) -> list[str]:
-    """Each rank has an output_dir of its own: what hosts see that share no disk."""
+def on_disks_of_their_own(rank: int) -> list[str]:
+    """Each rank's disk is in its own memory: what hosts see that share none."""
     fetch_module.MESSAGE_BYTES = relay_module.MESSAGE_BYTES = 40
-    out = Path(folder, f"host_{rank}", "out")
+    disk = MemoryStorage()
     group: dict[str, Any] = {"process_group": dist.group.WORLD, "shared_storage": False}
     loop = Sharded()
-    if not out.exists():
-        with Checkpointer(out, keep=KeepLast(2), max_file_bytes=200, **group) as checkpointer:
-            for _ in (1, 2, 3):
-                checkpointer.save(loop.state, step=loop.step())
-            assert out.exists() == (rank == 0)
-    storage = FailingOnce(failing) if rank == 1 and failing else LocalStorage()
-    resumed = Sharded()
-    try:
-        with Checkpointer(out, storage=storage, **group) as checkpointer:
-            assert checkpointer.restore(resumed.state) == {"step": 3, "notes": []}
-    except (CheckpointError, PeerLostError) as error:
-        return [str(error)]
-    if loop.counter.step:
-        assert_equal(arrays(resumed.whole()), arrays(loop.whole()))
-    resumed.step()
-    with Checkpointer(out, resume=out / "step_3", start_over=True, **group) as checkpointer:
-        assert checkpointer.source is not None
-        checkpointer.save(resumed.state, step=4)
-    return sorted(path.relative_to(out).as_posix() for path in out.rglob("*step_*"))
+    with Checkpointer("/run", storage=disk, max_file_bytes=200, **group) as checkpointer:
+        for _ in (1, 2, 3):
+            checkpointer.save(loop.state, step=loop.step())
+    assert disk.list_folder("/run") == (["step_1", "step_2", "step_3"] if rank == 0 else [])
+    for resume, step in (("auto", 3), ("/run/step_2", 2), ("auto", 4)):
+        resumed = Sharded()
+        with Checkpointer(
+            "/run", storage=disk, resume=resume, start_over=True, **group
+        ) as checkpointer:
+            assert checkpointer.restore(resumed.state) == {"step": step, "notes": []}
+            if step == 3:
+                assert_equal(arrays(resumed.whole()), arrays(loop.whole()))
+            checkpointer.save(resumed.state, step=4)
+        assert disk.list_folder("/run/.source") == ([f"step_{step}"] if rank else [])
+    if rank == 0:
+        assert [find_damage(disk, step.committed()) for step in checkpointer.steps()] == [[]] * 3
+    told = []
+    # A host that can't take the step; then another host as the first one.
+    disk.remove_tree("/run/.source" if rank == 1 else "/absent")
+    failing = FailingOnce("write_at", disk) if rank == 1 else disk
+    for storage in (failing, MemoryStorage() if rank == 0 else disk):
+        with pytest.raises((CheckpointError, PeerLostError)) as caught:
+            Checkpointer("/run", storage=storage, **group)
+        told.append(str(caught.value))
+    return told
 
 
-def test_hosts_that_share_no_disk_save_to_rank_0_and_resume_from_there(tmp_path: Path) -> None:
-    first, *others = spawn.run(on_disks_of_their_own, 3, str(tmp_path), None)
-    assert first == ["step_2", "step_3", "step_4"]
-    assert others == [[".source/step_3"]] * 2
-    with Checkpointer(tmp_path / "host_0" / "out", verify_on_load=True) as checkpointer:
-        assert checkpointer.source is not None
-        assert find_damage(LocalStorage(), checkpointer.source) == []
-    # Another host first: the run doesn't begin anew unnoticed.
-    (tmp_path / "host_0").rename(tmp_path / "host_3")
-    (tmp_path / "host_1").rename(tmp_path / "host_0")
-    (tmp_path / "host_3").rename(tmp_path / "host_1")
-    for [text] in spawn.run(on_disks_of_their_own, 3, str(tmp_path), None):
-        assert text.startswith("host ")
-        assert " (rank 1) holds step_4, and host " in text
-    (tmp_path / "host_1").rename(tmp_path / "host_3")
-    (tmp_path / "host_0").rename(tmp_path / "host_1")
-    (tmp_path / "host_3").rename(tmp_path / "host_0")
-    # A host that can't take the step is named, and nobody waits for it.
-    shutil.rmtree(tmp_path / "host_1" / "out" / ".source")
-    first, second, third = spawn.run(on_disks_of_their_own, 3, str(tmp_path), "write_at")
+def test_hosts_that_share_no_disk_save_to_rank_0_and_resume_from_there() -> None:
+    first, second, third = spawn.run(on_disks_of_their_own, 3)
+    # Whoever fails is named, and nobody waits for it.
     assert "Input/output error" in second[0]
-    assert first == third
-    assert first[0].startswith("rank 1: CheckpointError: ")
+    assert first[0] == third[0] == f"rank 1: CheckpointError: {second[0]}"
+    # The run doesn't begin anew unnoticed.
+    assert first[1] == second[1] == third[1]
+    assert " (rank 2) holds step_4, and host " in first[1]
 
 
 def save_to_a_store(rank: int, folder: str) -> None:

@@ -60,8 +60,8 @@ def start(config: Path, host: str, number: int, *changes: str, prepare: str = "t
 
 
 def config_in(folder: Path, model: Path, **changes: object) -> Path:
-    recipe = "full_finetune_distributed"
-    return write_config(folder, model=model, recipe=recipe, max_steps=2, **changes)
+    values = {"recipe": "full_finetune_distributed", "max_steps": 2} | changes
+    return write_config(folder, model=model, **values)  # type: ignore[arg-type]
 
 
 def test_two_hosts_train_one_model_as_one_host_does(

@@ -58,7 +58,7 @@ def check_local_problems(problems: Sequence[str], *, world: World) -> None:
 
     def refuse() -> None:
         if problems:
-            raise ConfigError(problems)
+            raise ConfigError(list(problems))
 
     world.on_every_rank(refuse)
 
