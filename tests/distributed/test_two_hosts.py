@@ -81,7 +81,7 @@ def test_two_hosts_train_one_model_as_one_host_does(
 def test_hosts_that_share_no_disk_save_to_the_first_and_resume_from_it(
     tmp_path: Path, tiny_model_dir: Path, hosts: tuple[str, str]
 ) -> None:
-    config = config_in(tmp_path, tiny_model_dir, shared_storage=False, max_steps=3)
+    config = config_in(tmp_path, tiny_model_dir, shared_storage=False)
     (tmp_path / "out").mkdir()
     own_disk = f"mkdir -p {tmp_path}/disk && mount --bind {tmp_path}/disk {tmp_path}/out"
 
@@ -95,8 +95,8 @@ def test_hosts_that_share_no_disk_save_to_the_first_and_resume_from_it(
 
     run(1)
     assert steps_in(tmp_path / "disk") == []
-    run(3)
-    assert steps_in(tmp_path / "out") == [1, 3]
+    run(2)
+    assert steps_in(tmp_path / "out") == [1, 2]
     assert steps_in(tmp_path / "disk" / ".source") == [1]
     whole = [f"output_dir={tmp_path / 'whole'}", "recipe=full_finetune_single_device"]
     assert legato("run", "--config", config, "~shared_storage", "batch_size=4", *whole) == 0
