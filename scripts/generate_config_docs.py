@@ -14,7 +14,7 @@ from typing import Any
 from legato.config.aliases import ALIASES
 from legato.config.catalog import SCHEMA_FILE
 from legato.config.explain import Key, schema_keys
-from legato.config.rules import CONFLICTS, LATER, ONLY_WITH
+from legato.config.rules import CONFLICTS, ONLY_WITH
 from legato.config.schema import RunConfig
 
 DOCS_FILE = Path(__file__).parents[1] / "docs" / "config.md"
@@ -70,7 +70,6 @@ def docs_text() -> str:
             parts.append("| --- | --- | --- | --- | --- |")
         parts.append(_row(key, schema))
     parts.append(f"\n## Keys that only work together\n\n{_combinations()}")
-    parts.append(f"\n## Not in this version\n\n{_later()}")
     return "\n".join(parts) + "\n"
 
 
@@ -128,13 +127,6 @@ def _combinations() -> str:
     lines += [f"- {_names(rule.keys)}: {rule.otherwise}." for rule in ONLY_WITH]
     lines += [f"- {_names(conflict.keys)}: {conflict.message}." for conflict in CONFLICTS]
     return "\n".join(lines)
-
-
-def _later() -> str:
-    return (
-        "These keys are in the schema already; a value that needs what isn't built is refused:\n"
-        f"{_names(tuple(LATER))}."
-    )
 
 
 def _names(keys: tuple[str, ...]) -> str:

@@ -12,7 +12,6 @@ import pytest
 from pydantic import BaseModel
 
 from legato.cli.main import VERBS, main
-from legato.config.rules import LATER
 from legato.config.schema import DatasetConfig, RunConfig
 from tests.helpers import tiny
 
@@ -69,17 +68,9 @@ def test_every_key_of_the_features_table_is_in_the_schema() -> None:
     assert {key for row in rows for key in row.keys} - known == set()
 
 
-def test_every_key_of_the_schema_that_works_is_in_the_features_table() -> None:
+def test_every_key_of_the_schema_is_in_the_features_table() -> None:
     named = {key for row in features() for key in row.keys}
-    only_later = names_of(RunConfig) - named
-    # What is left out is what this version refuses.
-    assert only_later - set(LATER) == set()
-
-
-def test_no_feature_of_the_table_waits_for_a_later_version() -> None:
-    # recipe, attention and compile are refused for some of their values only.
-    named = {key for row in features() for key in row.keys}
-    assert named & set(LATER) <= {"recipe", "attention", "compile"}
+    assert names_of(RunConfig) - named == set()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

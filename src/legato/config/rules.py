@@ -1,4 +1,4 @@
-"""Which keys only work together, and which wait for a later version.
+"""Which keys only work together.
 
 A key that would be ignored is refused: a run that silently leaves out what its config asks for is
 worse than one that doesn't start. The tables are data, so that a resolved config can be written
@@ -7,7 +7,7 @@ without the keys that don't apply to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -336,20 +336,6 @@ CONFLICTS = (
     ),
 )
 
-LATER: Mapping[str, Callable[[Any], bool]] = {
-}
-"""Keys whose feature isn't built yet, each with the test that tells a value which would need it."""
-
-
-def _later(config: RunConfig) -> list[Problem]:
-    problems = []
-    for name, needs_it in LATER.items():
-        value = getattr(config, name)
-        if needs_it(value):
-            found = str(value).lower() if isinstance(value, bool) else str(value)
-            problems.append(Problem((name,), f"{found} is not in this version of Legato"))
-    return problems
-
 
 def _is_set(config: RunConfig, key: str) -> bool:
     section: Any = config
@@ -366,7 +352,7 @@ def inapplicable(config: RunConfig) -> set[str]:
 
 
 def check(config: RunConfig, *, unreadable: frozenset[str] = frozenset()) -> list[Problem]:
-    """Everything in ``config`` that contradicts, would be ignored, or waits for a later version.
+    """Everything in ``config`` that contradicts, or would be ignored.
 
     Args:
         config: Values that are right one by one.
@@ -376,14 +362,13 @@ def check(config: RunConfig, *, unreadable: frozenset[str] = frozenset()) -> lis
     Returns:
         What is wrong, in the order of the tables.
     """
-    problems = [p for p in _later(config) if p.path[0] not in unreadable]
-    later = {p.path[0] for p in problems}
+    problems: list[Problem] = []
     for rule in ONLY_WITH:
         if unreadable.isdisjoint(rule.needs) and not rule.needed(config):
             problems += [
                 Problem(tuple(key.split(".")), rule.otherwise)
                 for key in rule.keys
-                if _is_set(config, key) and key not in later and key.split(".")[0] not in unreadable
+                if _is_set(config, key) and key.split(".")[0] not in unreadable
             ]
     for conflict in CONFLICTS:
         if unreadable.isdisjoint(conflict.keys) and conflict.exists(config):

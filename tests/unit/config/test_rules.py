@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from legato.config.load import validate
-from legato.config.rules import CONFLICTS, LATER, ONLY_WITH
+from legato.config.rules import CONFLICTS, ONLY_WITH
 from legato.config.schema import RunConfig
 
 BASE: dict[str, Any] = {
@@ -131,8 +131,6 @@ CONTRADICTIONS = [
         "attention: needs a mask for packed rows",
     ),
 ]
-NOT_YET = [
-]
 
 
 def test_the_base_has_no_problem() -> None:
@@ -147,14 +145,7 @@ def test_what_would_be_ignored_or_contradicts_is_refused(
     assert str(found).startswith(problem)
 
 
-@pytest.mark.parametrize(("values", "problem"), NOT_YET)
-def test_what_needs_a_later_version_is_refused(values: dict[str, Any], problem: str) -> None:
-    _, (found,) = validate(BASE | values)
-    assert str(found) == f"{problem} is not in this version of Legato"
-
-
 def test_every_rule_has_a_case() -> None:
-    assert len(NOT_YET) == len(LATER)
     assert len(CONTRADICTIONS) == len(CONFLICTS)
     ruled = {key for rule in ONLY_WITH for key in rule.keys}
     assert {problem.split(":")[0] for _, problem in IGNORED} == ruled
