@@ -137,14 +137,14 @@ CROSSED = [
     (Form("wrap_compile", True, 2, "full"), Form("model", True, 1, "full")),
     (Form("block", False, 2, "lora"), Form("eager", False, 1, "lora")),
     (Form("eager", True, 1, "lora"), Form("model", False, 2, "lora")),
-    (Form("wrap_compile", False, 1, "lora"), Form("block", True, 2, "lora")),
-    (Form("model", True, 1, "lora"), Form("wrap_compile", False, 2, "lora")),
+    (Form("wrap_compile", False, 1, "qlora"), Form("block", True, 2, "qlora")),
+    (Form("model", True, 1, "qlora"), Form("wrap_compile", False, 2, "qlora")),
 ]
 # Only the process changes: later steps are those of a run that nobody stopped, bit for bit.
 RESUMED = [
     Form("block", True, 1, "lora"),
     Form("block", False, 2, "full"),
-    Form("model", False, 1, "full"),
+    Form("model", False, 1, "qlora"),
     Form("wrap_compile", False, 1, "lora"),
 ]
 PAIRS = [*CROSSED, *((form, form) for form in RESUMED)]

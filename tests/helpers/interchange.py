@@ -35,6 +35,7 @@ COMPILE: dict[str, Any] = {
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("full", {}),
     "lora": ("lora", {"lora_dropout": 0.1}),
+    "qlora": ("lora", {"lora_dropout": 0.1, "quantize_base": "nf4"}),
 }
 
 
