@@ -25,8 +25,8 @@ def test_ls_shows_recipes_with_their_configs(capsys: pytest.CaptureFixture[str])
     assert lines[0].split() == ["recipe", "config"]
     assert lines[1].split() == ["full_finetune_distributed", "gemma3/1B_full_distributed"]
     assert lines[8].split() == ["full_finetune_single_device", "gemma3/1B_full_single_device"]
-    assert lines[23].split() == ["lora_finetune_single_device", "gemma3/1B_lora_single_device"]
-    assert len(lines) == 30
+    assert lines[25].split() == ["lora_finetune_single_device", "gemma3/1B_lora_single_device"]
+    assert len(lines) == 39
 
 
 def test_ls_json_is_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
