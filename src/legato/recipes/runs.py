@@ -227,7 +227,8 @@ def preflight(config: RunConfig, *, config_name: str) -> StartFacts:
         with closing(data.loader):
             # Before the model is loaded: a machine that runs out of memory says nothing of use.
             needs = estimate_memory(config, world=world)
-            check_memory(needs, free_memory(world.device), cpu_offload=config.cpu_offload)
+            free = free_memory(world.device)
+            world.on_every_rank(lambda: check_memory(needs, free, cpu_offload=config.cpu_offload))
             parts = build_parts(config, data, world=world, state=state)
             facts = start_facts(
                 config,
