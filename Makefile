@@ -21,8 +21,8 @@ demo: $(INSTALLED)
 	$(BIN)/legato demo
 
 test: $(INSTALLED) $(TEST_MODEL)/config.json
-	$(PYTEST) tests/unit -n 2
-	$(PYTEST) tests/distributed tests/crash tests/integrations tests/recipes tests/gpu
+	$(PYTEST) tests/unit tests/crash tests/integrations tests/recipes -n 2
+	$(PYTEST) tests/distributed tests/gpu
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
