@@ -158,3 +158,35 @@ def test_a_stream_goes_on_on_two_ranks_and_a_row_broken_on_one_stops_both_with_a
     assert "rank 1: DataError: orders.jsonl:14: isn't valid JSON" in said[0]
     assert steps_in(here) == [1, 2]
     assert losses(here)[2] == pytest.approx(losses(whole)[2], rel=2e-5)
+
+
+def test_streams_that_differ_between_hosts_stop_both_instead_of_waiting_for_ever(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    config = write_config(
+        tmp_path,
+        model=tiny_model_dir,
+        recipe="full_finetune_distributed",
+        streaming=True,
+        shuffle_buffer_size=4,
+        max_steps=7,
+        datasets=[{"path": "orders.jsonl"}],
+    )
+    hosts = [tmp_path / "host_0", tmp_path / "host_1"]
+    lines = tiny.write_orders(tmp_path / "orders.jsonl", num_rows=14).read_text().splitlines()
+    for host, num_rows in zip(hosts, (14, 9), strict=True):
+        host.mkdir()
+        (host / "orders.jsonl").write_text("\n".join(lines[:num_rows]))
+    out = tmp_path / "out"
+    said = spawn.run(
+        stream_on_host,
+        2,
+        str(config),
+        (f"output_dir={out}",),
+        list(map(str, hosts)),
+        timeout_seconds=TIMEOUT_SECONDS,
+    )
+    for rank, text in enumerate(said):
+        assert text.startswith("DataError: step ")
+        assert f"rank {1 - rank} has other rows than rank {rank}" in text
+    assert len(steps_in(out)) == 1

@@ -59,7 +59,7 @@ def show(
         global_batch_size=run.batch_size * run.gradient_accumulation_steps,
         seed=run.seed,
     )
-    shown = first_samples(samples.train, count=count, seed=run.seed)
+    shown = first_samples(samples, count=count, seed=run.seed)
     if as_json:
         show_json(_facts(samples, overview, shown))
     else:

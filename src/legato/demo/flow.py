@@ -232,7 +232,7 @@ def _show_data(paths: DemoPaths, *, show: Callable[[str], None]) -> None:
     """Show one sample as `legato data show` does: what the model sees, and what it must say."""
     config = load_config(str(paths.config), []).config
     samples = read_samples(config, start_date=date.today())
-    [first] = first_samples(samples.train, count=1, seed=config.seed)
+    [first] = first_samples(samples, count=1, seed=config.seed)
     show("one of them, what is trained between [[ and ]]:")
     show(marked_sample(first, samples.tokenizer, brackets=True).plain)
     show(f"more of them: legato data show {paths.config}")

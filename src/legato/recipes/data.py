@@ -12,7 +12,7 @@ import numpy as np
 from legato.config.schema import RunConfig
 from legato.data.dealing import Dealer
 from legato.data.loader import Loader
-from legato.data.order import EpochOrder
+from legato.data.order import EpochOrder, permutation
 from legato.data.packing import PackedData, pack_samples
 from legato.data.samples import Rows, Sample, TokenizedData
 from legato.data.stream import StreamLoader
@@ -36,12 +36,14 @@ class Samples:
         held_out: Samples to evaluate on; None: there are none.
         tokenizer: Theirs.
         max_seq_len: Longest sample that was let in, in tokens.
+        first_row: Where training begins in a stream; 0 where all is read.
     """
 
     train: TokenizedData
     held_out: TokenizedData | None
     tokenizer: PreTrainedTokenizerBase
     max_seq_len: int
+    first_row: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,15 +88,19 @@ def read_samples(config: RunConfig, *, start_date: date) -> Samples:
     reading = plan_reading(config, start_date=start_date)
     if config.streaming:
         stream, held_out = open_stream(config, reading, num_workers=0)
-        train = stream.first_samples()
+        train, first_row = stream.first_samples(), stream.num_held_out
     else:
-        train, held_out = read_all(config, reading)
-    return Samples(train, held_out, reading.tokenizer, reading.max_seq_len)
+        (train, held_out), first_row = read_all(config, reading), 0
+    return Samples(train, held_out, reading.tokenizer, reading.max_seq_len, first_row=first_row)
 
 
-def first_samples(data: TokenizedData, *, count: int, seed: int) -> list[Sample]:
+def first_samples(samples: Samples, *, count: int, seed: int) -> list[Sample]:
     """The samples that a run comes to first, each as a row of its own."""
-    return [data[int(i)] for i in EpochOrder(data, seed=seed, shuffle=True).epoch(0)[:count]]
+    data = samples.train
+    order = EpochOrder(data, seed=seed, shuffle=True).epoch(0)
+    if samples.first_row:  # of a stream, whose blocks are shuffled by where they begin
+        order = permutation(len(data), seed=seed, epoch=0, stream=samples.first_row)
+    return [data[int(i)] for i in order[:count]]
 
 
 def build_run_data(

@@ -16,6 +16,7 @@ from legato.checkpoint import Checkpointer, PendingSave, SaveRecord
 from legato.data.dealing import Batch, BatchSource, StepBatches
 from legato.errors import LegatoError, NonFiniteError, StopRequested
 from legato.parallel.world import World
+from legato.train.fetching import fetch_together
 from legato.train.in_backward import InBackward
 from legato.train.loss import ChunkLoss
 from legato.train.masters import Masters
@@ -263,7 +264,7 @@ class Trainer:
         if not self.loader.reads_while_training:
             return self.loader.fetch(step)
         try:
-            return self.world.on_every_rank(lambda: self.loader.fetch(step))
+            return fetch_together(self.loader, step, world=self.world)
         except LegatoError:
             # Every rank is between two steps, and the row may be the next run's to deal with.
             if self.state.step:
