@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from legato.errors import ConfigError, ModelError, ModelNotFoundError
-from legato.models.blocks import decoder_blocks
 from legato.models.folder import find_model, weight_files, weights_digest
 from legato.models.meta import weights_stand_in
 from legato.models.names import canonical_name, named_weights
@@ -94,7 +93,7 @@ def attach_lora(
 
     Raises:
         ConfigError: A name that matches no layer (the message lists what there is), or one that
-            is to get an update and to train as a whole, or to train as a whole and be quantized.
+            is to get an update and to train as a whole.
         ModelError: A trainable tensor that PEFT wouldn't save; ``.names``.
     """
     silence_known_noise()
@@ -102,8 +101,6 @@ def attach_lora(
 
     targets = _checked_targets(model, lora_target_modules)
     whole = _modules_to_save(model, lora_modules_to_save, targets=targets)
-    if quantize_base != "none":
-        _check_not_quantized(model, whole)
     config = LoraConfig(
         r=lora_rank,
         lora_alpha=lora_alpha,
@@ -231,18 +228,6 @@ def _modules_to_save(
             "as a whole or gets an update: take it out of one of the two."
         )
     return chosen
-
-
-def _check_not_quantized(model: nn.Module, names: Sequence[str]) -> None:
-    """Refuse layers whose weights won't be there as numbers that can train."""
-    blocks = tuple(f"{name}." for name in decoder_blocks(model))
-    for name in names:
-        if name.startswith(blocks) and isinstance(model.get_submodule(name), nn.Linear):
-            raise ConfigError(
-                f"lora_modules_to_save: {name} is one of the linear layers that quantize_base puts "
-                "into 4 bits: it can't train as a whole. Give it an update by lora_target_modules, "
-                "or leave quantize_base out. Embedding, head and norms can train."
-            )
 
 
 def _tied_modules(model: nn.Module) -> list[str]:

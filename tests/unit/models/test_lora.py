@@ -256,10 +256,6 @@ def test_targets_that_match_nothing_are_refused_with_what_there_is(
             {"lora_target_modules": ["q_proj", "lm_head"], "lora_modules_to_save": ["lm_head"]},
             "lora_modules_to_save: lm_head is also one of lora_target_modules",
         ),
-        (
-            {"lora_modules_to_save": ["norm", "mlp.up_proj"], "quantize_base": "nf4"},
-            "lora_modules_to_save: model.layers.0.mlp.up_proj is one of the linear layers that qua",
-        ),
     ],
 )
 def test_modules_to_save_that_are_not_there_or_are_targets_are_refused(
