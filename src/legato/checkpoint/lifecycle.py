@@ -28,6 +28,7 @@ from legato.checkpoint.digests import wrong_digest, wrong_size
 from legato.checkpoint.manifest import (
     MANIFEST_NAME,
     STATE_FOLDER,
+    TRAINER_FILE,
     Manifest,
     parse_manifest,
 )
@@ -324,7 +325,9 @@ def _exists(there: StepInfo) -> CheckpointExistsError:
 
 
 def inspect(storage: Storage, path: str) -> StepInfo:
-    """What a step folder is: complete, torn or unknown. Sizes are checked, digests aren't.
+    """What a step folder is: complete, torn or unknown.
+
+    Sizes are checked, and the digest of the few kilobytes that say where training goes on.
 
     Args:
         storage: Where it is.
@@ -349,7 +352,10 @@ def inspect(storage: Storage, path: str) -> StepInfo:
         problem = f"{path} holds step {manifest.step}: was it renamed?"
         return StepInfo(step, path, "unknown", problem=problem, pinned=pinned)
     for file_name, entry in manifest.files.items():
-        wrong = wrong_size(storage, posixpath.join(path, file_name), entry)
+        file = posixpath.join(path, file_name)
+        wrong = wrong_size(storage, file, entry)
+        if wrong is None and file_name == TRAINER_FILE:
+            wrong = wrong_digest(storage, file, entry)
         if wrong is not None:
             return StepInfo(manifest.step, path, "torn", problem=wrong, pinned=pinned)
     return StepInfo(manifest.step, path, "complete", manifest=manifest, pinned=pinned)

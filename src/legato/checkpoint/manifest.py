@@ -42,6 +42,7 @@ from legato.errors import FolderFormatError
 FORMAT = 1
 MANIFEST_NAME = "manifest.json"
 STATE_FOLDER = "state"
+TRAINER_FILE = f"{STATE_FOLDER}/trainer.json"
 
 Kind = Literal["model", "adapter"]
 

@@ -13,7 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from legato.checkpoint.manifest import MANIFEST_NAME, STATE_FOLDER, Slice, digest_of
+from legato.checkpoint.manifest import (
+    MANIFEST_NAME,
+    STATE_FOLDER,
+    TRAINER_FILE,
+    Slice,
+    digest_of,
+)
 from legato.checkpoint.parts import PacksMoments, Parts, encode_json, state_tensors
 from legato.errors import CheckpointError
 from legato.hf_folder import (
@@ -31,7 +37,6 @@ MAX_FILE_BYTES = 5_000_000_000
 MODEL_STEMS = {"model": "model", "adapter": "adapter_model"}
 OPTIMIZER_STEM = f"{STATE_FOLDER}/optimizer"
 RNG_STEM = f"{STATE_FOLDER}/rng"
-TRAINER_FILE = f"{STATE_FOLDER}/trainer.json"
 
 # PEFT reads one file and no index.
 _UNLIMITED_BYTES = 2**62

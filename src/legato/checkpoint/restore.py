@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from legato.checkpoint.manifest import TRAINER_FILE
 from legato.checkpoint.parts import (
     ModelPart,
     OptimizerPart,
@@ -19,7 +20,7 @@ from legato.checkpoint.parts import (
     RngPart,
     packed_pieces,
 )
-from legato.checkpoint.plan import MODEL_STEMS, OPTIMIZER_STEM, RNG_STEM, TRAINER_FILE
+from legato.checkpoint.plan import MODEL_STEMS, OPTIMIZER_STEM, RNG_STEM
 from legato.checkpoint.records import Committed
 from legato.checkpoint.staging import local
 from legato.errors import CheckpointMismatchError, CheckpointTornError

@@ -297,7 +297,7 @@ class Saver:
             self._submit(self._held)
             self._settle()
             if self._held is not None:
-                logger.warning("step %d is given up: a newer one is saved", self._held.step)
+                logger.warning("step %d is given up: a newer one takes its place", self._held.step)
                 self._held = None
         self._raise_if_asked()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import re
 import sys
 import time
@@ -71,6 +72,9 @@ def show_step(step: _StepArgument, as_json: _Json = False) -> None:
 
     files, save = facts.pop("files"), facts.pop("save") or {}
     facts["size_bytes"] = human_bytes(facts["size_bytes"] or 0)
+    if facts["saved_at"]:
+        at = dt.datetime.fromtimestamp(facts["saved_at"])
+        facts["saved_at"] = at.isoformat(sep=" ", timespec="seconds")
     rows = [
         (name, _text(value)) for name, value in facts.items() if value not in (None, "", {}, [])
     ]

@@ -52,6 +52,8 @@ def run(
         _run_script(script, config=config, words=[w for w in words if w != script])
         return
     if not config:
+        if words and words[0].endswith((".yaml", ".yml")):
+            raise UsageError(f"a config is given as: legato run --config {words[0]}")
         raise UsageError("--config is missing. `legato ls` shows what there is")
 
     from legato.cli.arguments import read_config

@@ -169,6 +169,19 @@ def test_a_step_that_lacks_a_file_is_torn(tmp_path: Path, lost: str) -> None:
         assert [i.status for i in checkpointer.steps()] == ["complete", "torn"]
 
 
+def test_a_step_whose_state_says_something_else_than_was_saved_is_torn(tmp_path: Path) -> None:
+    """Same size, other step: a run that believed it would skip steps, or take some twice."""
+    save_steps(tmp_path / "out", 1, 2)
+    state = tmp_path / "out" / "step_2" / "state" / "trainer.json"
+    content = state.read_text()
+    assert content.count("2") > 0
+    state.write_text(content.replace("2", "9", 1))
+    with Checkpointer(tmp_path / "out") as checkpointer:
+        assert checkpointer.source is not None
+        assert checkpointer.source.step == 1
+        assert "damaged" in str(checkpointer.steps()[-1].problem)
+
+
 def test_somebodys_own_folder_named_like_a_step_is_moved_aside_but_never_deleted(
     tmp_path: Path,
 ) -> None:
