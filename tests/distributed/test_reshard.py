@@ -179,8 +179,8 @@ def assert_read_by_the_docs_reader(folder: Path) -> None:
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*.safetensors")}
     assert found.keys() == files
     assert sum(name.startswith("state/optimizer-") for name in files) >= 2
-    # Of each rank's slices; a bias of few rows may be one rank's alone.
-    assert all(len(manifest["files"][name]["slices"]) > 2 for name in files)
+    # Files hold slices of both ranks; a small adapter's optimizer file may be one rank's alone.
+    assert sum(len(manifest["files"][name]["slices"]) for name in files) > len(files)
     for name, arrays in found.items():
         expected = load_file(folder / name)
         assert arrays.keys() == expected.keys()
