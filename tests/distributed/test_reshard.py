@@ -179,8 +179,9 @@ def assert_read_by_the_docs_reader(folder: Path) -> None:
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*.safetensors")}
     assert found.keys() == files
     assert sum(name.startswith("state/optimizer-") for name in files) >= 2
-    # Files hold slices of both ranks; a small adapter's optimizer file may be one rank's alone.
-    assert sum(len(manifest["files"][name]["slices"]) for name in files) > len(files)
+    # Of each rank's slices; what the third optimizer file of the NF4 adapter is left with is short.
+    short = [n for name in files if (n := len(manifest["files"][name]["slices"])) <= 2]
+    assert short == ([2] if folder.parent.name == "nf4_bf16" else [])
     for name, arrays in found.items():
         expected = load_file(folder / name)
         assert arrays.keys() == expected.keys()
