@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from legato.checkpoint.manifest import FileEntry, parse_manifest
 from legato.recipes import runs
 from tests.helpers.runs import (
     RECIPES,
@@ -130,10 +132,14 @@ def test_a_step_of_two_processes_that_one_would_cut_is_refused_at_resume(
     run = ["run", "--config", config, IN_BACKWARD]
     assert legato(*run, "stop_after_step=1") == 0
     # As two processes would have written it: four rows a step, two on each.
-    state = tmp_path / "out" / "step_1" / "state" / "trainer.json"
-    text = state.read_text()
-    assert text.count('"global_batch_size": 2') == 1
-    state.write_text(text.replace('"global_batch_size": 2', '"global_batch_size": 4'))
+    step = tmp_path / "out" / "step_1"
+    text = (step / "state/trainer.json").read_bytes()
+    assert text.count(b'"global_batch_size": 2') == 1
+    text = text.replace(b'"global_batch_size": 2', b'"global_batch_size": 4')
+    (step / "state/trainer.json").write_bytes(text)
+    manifest = parse_manifest((step / "manifest.json").read_bytes(), path="manifest.json")
+    files = manifest.files | {"state/trainer.json": FileEntry.of_bytes(text)}
+    (step / "manifest.json").write_bytes(dataclasses.replace(manifest, files=files).encode())
     capsys.readouterr()
     assert legato(*run) == 2
     said = " ".join(capsys.readouterr().err.split())
