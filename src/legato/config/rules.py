@@ -343,7 +343,7 @@ def _is_set(config: RunConfig, key: str) -> bool:
         if name not in section.model_fields_set:
             return False
         section = getattr(section, name)
-    return True
+    return section is not None  # null asks for nothing that could be ignored
 
 
 def inapplicable(config: RunConfig) -> set[str]:

@@ -157,6 +157,7 @@ def test_every_rule_has_a_case() -> None:
         LORA | {"lora_rank": 4, "lora_target_modules": "all-linear", "quantize_base": "nf4"},
         {"recipe": "lora_finetune_distributed", "quantize_base": "nf4", "use_rslora": True},
         EVALUATED | {"run_val_every_n_steps": 5},
+        {"run_val_every_n_steps": None},
         {"generate_samples": 2, "run_val_every_n_steps": 5},
         {"keep_best_n_checkpoints": 2, "prune": "move", "greater_is_better": True},
         {"keep_best_n_checkpoints": 2, "metric_for_best_model": "train_loss"},
