@@ -37,6 +37,23 @@ def ask(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
+def refuse_a_flipped_bit(step: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = step / "adapter_model.safetensors"
+    sound = weights.read_bytes()
+    weights.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
+    for words in (
+        ["merge", step, "--output-dir", folder / "never"],
+        ["chat", step, "--ask", "2 mugs to Oslo"],
+        ["eval", step, "--tasks", "truthfulqa_mc2_local", "--truthfulqa-csv", "never.csv"],
+    ):
+        assert legato(*words) == 1
+        said = capsys.readouterr().err
+        assert "adapter_model.safetensors: the bytes from" in said
+        assert "are damaged: not what was saved. Use another step." in said
+    assert not (folder / "never").exists()
+    weights.write_bytes(sound)
+
+
 @pytest.mark.parametrize("form", ["use_dora", "use_rslora"])
 def test_a_lora_run_is_merged_asked_exported_and_packed_for_the_hub(
     form: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -53,6 +70,7 @@ def test_a_lora_run_is_merged_asked_exported_and_packed_for_the_hub(
     assert AutoTokenizer.from_pretrained(merged).chat_template == tiny.CHATML
 
     assert ask(merged, capsys) == ask(latest, capsys)
+    refuse_a_flipped_bit(latest, tmp_path, capsys)
     assert legato("export", "gguf", latest, "--output", exported) == 1  # an adapter
     assert legato("export", "gguf", merged, "--output", exported) == 0
     assert exported.stat().st_size > 0

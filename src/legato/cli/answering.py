@@ -62,6 +62,7 @@ def load_to_answer(
     from legato.generate import load_for_generation
     from legato.parallel.world import pick_device
 
+    refuse_damaged(folder)
     model, tokenizer = load_for_generation(
         folder,
         dtype=None if dtype is None else dtype_of(dtype),
@@ -74,6 +75,21 @@ def load_to_answer(
             typer.echo(found.note, err=True)
         tokenizer.chat_template = found.text
     return model, tokenizer
+
+
+def refuse_damaged(folder: str) -> None:
+    """Stop before any work when an adapter in a step folder isn't what was saved.
+
+    Args:
+        folder: A folder or a hub id.
+
+    Raises:
+        LegatoError: No such folder, or a file of it is damaged.
+    """
+    from legato.checkpoint.sound import check_adapter
+    from legato.models.folder import find_model
+
+    check_adapter(find_model(folder).path)
 
 
 def dtype_of(name: str) -> Any:

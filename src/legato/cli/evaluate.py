@@ -15,6 +15,7 @@ from legato.cli.answering import (
     Folder,
     TrustRemoteCode,
     dtype_of,
+    refuse_damaged,
     refuse_existing,
 )
 
@@ -52,6 +53,7 @@ def evaluate(
     if output is not None:
         refuse_existing(output)
     show_log()
+    refuse_damaged(folder)
     from legato.evaluation.harness import evaluate_folder
     from legato.parallel.world import pick_device
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from legato.cli.answering import TrustRemoteCode, dtype_of
+from legato.cli.answering import TrustRemoteCode, dtype_of, refuse_damaged
 
 
 def merge(
@@ -27,6 +27,7 @@ def merge(
     from legato.parallel.world import pick_device
 
     show_log()
+    refuse_damaged(folder)
     merged = merge_adapter(
         folder,
         output_dir=output_dir,

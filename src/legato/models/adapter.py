@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from legato.errors import FolderFormatError, ModelError, ModelNotFoundError
+from legato.hf_folder import FolderReader
 from legato.models.facts import model_facts
 from legato.models.folder import ModelFolder, find_model, weight_files, weights_digest
 from legato.models.load import load_model
 from legato.models.lora import BASE_FILE
 from legato.models.quiet import silence_known_noise
+from legato.storage import LocalStorage
 
 ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+# With rsLoRA and DoRA, which PEFT counts as it. Its other types keep weights in other places, which
+# what knows LoRA alone would leave out without a word.
+PEFT_TYPE = "LORA"
 
 
 @dataclass(frozen=True)
@@ -55,7 +64,7 @@ def find_base(folder: Path) -> ModelFolder:
     """
     config = _read_object(folder / ADAPTER_CONFIG)
     name, revision = config.get("base_model_name_or_path"), config.get("revision")
-    if not name:
+    if not name or not isinstance(name, str):
         raise ModelError(
             f"{folder}: its {ADAPTER_CONFIG} doesn't say which base it is for.", path=str(folder)
         )
@@ -64,7 +73,8 @@ def find_base(folder: Path) -> ModelFolder:
     except ModelNotFoundError as error:
         raise ModelNotFoundError(
             f"{folder}: is an adapter whose base {name} can't be found: {error}. Put the base "
-            f"there, or change base_model_name_or_path in {ADAPTER_CONFIG}.",
+            f"there, or change base_model_name_or_path in the {ADAPTER_CONFIG} of a copy of the "
+            "folder without manifest.json.",
             path=str(folder),
             base=name,
         ) from error
@@ -98,20 +108,125 @@ def load_adapter(
         The two together, in training mode as ``load_model`` leaves it.
 
     Raises:
-        ModelError: As :func:`find_base`, and as ``load_model`` for the base.
+        ModelError: As :func:`find_base`, and as ``load_model`` for the base; an adapter that isn't
+            LoRA (``.peft_type``), or whose tensors aren't those that the base needs (``.names``).
+        FolderFormatError: A file of the adapter can't be read; ``.path``.
     """
     silence_known_noise()
-    from peft import PeftModel
-
+    _check_type(folder)
     base = find_base(folder)
+    tensors = _read_tensors(folder)
     model = load_model(
         base.path,
         dtype=dtype or file_dtype(base.path),
         device=device,
         trust_remote_code=trust_remote_code,
     )
-    adapted = PeftModel.from_pretrained(model, folder, autocast_adapter_dtype=False)
+    adapted = _attach(model, tensors, folder=folder)
     return LoadedAdapter(adapted, base, _read_note(folder).get("quantize_base", "none"))
+
+
+def _check_type(folder: Path) -> None:
+    peft_type = _read_object(folder / ADAPTER_CONFIG).get("peft_type")
+    if peft_type != PEFT_TYPE:
+        raise ModelError(
+            f"{folder}: {ADAPTER_CONFIG} says peft_type {peft_type}; Legato reads {PEFT_TYPE} "
+            "(LoRA, rsLoRA, DoRA) and would leave the weights of other types out. Use PEFT itself "
+            "for this one.",
+            path=str(folder),
+            peft_type=peft_type,
+        )
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Key in the adapter's file -> tensor; each is finite."""
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        pickled = sorted(entry.name for entry in folder.glob("*.bin"))
+        found = f"{pickled[0]} is a pickle, which Legato doesn't open. " if pickled else ""
+        raise ModelNotFoundError(
+            f"{folder}: has no {ADAPTER_WEIGHTS}. {found}Save it with PEFT's "
+            "save_pretrained(..., safe_serialization=True).",
+            path=str(folder),
+        )
+    reader = FolderReader(LocalStorage(), str(folder), files=[ADAPTER_WEIGHTS])
+    tensors = {key: reader.read(key) for key in reader.specs}
+    broken = [key for key, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
+    if broken:
+        raise ModelError(
+            f"{folder / ADAPTER_WEIGHTS}: {len(broken)} of {len(tensors)} tensors hold NaN or "
+            f"infinity, such as {broken[0]}: training went wrong before it was saved. Use an "
+            "earlier step.",
+            path=str(folder),
+            names=broken,
+        )
+    return tensors
+
+
+def _attach(model: Any, tensors: dict[str, Tensor], *, folder: Path) -> Any:
+    """PEFT's model around ``model``, with every tensor of the adapter in its place."""
+    from peft import (
+        LoraConfig,
+        PeftModel,
+        PeftModelForCausalLM,
+        get_peft_model_state_dict,
+        set_peft_model_state_dict,
+    )
+
+    try:
+        config = LoraConfig.from_pretrained(str(folder), inference_mode=True)
+        kind = PeftModelForCausalLM if config.task_type == "CAUSAL_LM" else PeftModel
+        adapted = kind(model, config, autocast_adapter_dtype=False)
+    except (TypeError, ValueError, KeyError, AttributeError, NotImplementedError) as error:
+        raise ModelError(
+            f"{folder}: PEFT can't put it on the base by its {ADAPTER_CONFIG}: {error}",
+            path=str(folder),
+        ) from error
+    # Explicit: by default PEFT may ask the hub whether the vocabulary was changed.
+    expected = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    _check_tensors(
+        {key: tuple(tensor.shape) for key, tensor in tensors.items()},
+        {key: tuple(tensor.shape) for key, tensor in expected.items()},
+        folder=folder,
+    )
+    try:
+        unknown = set_peft_model_state_dict(adapted, tensors).unexpected_keys
+    except RuntimeError as error:  # a layer of the base that PEFT saved beside the adapter
+        told = " ".join(str(error).split())  # PEFT says it over several lines
+        raise ModelError(f"{folder}: doesn't fit its base: {told}", path=str(folder)) from error
+    if unknown:
+        raise ModelError(
+            f"{folder}: the base has no place for {len(unknown)} of the adapter's {len(tensors)} "
+            f"tensors, such as {unknown[0]}. Was it trained on another model?",
+            path=str(folder),
+            names=list(unknown),
+        )
+    return adapted
+
+
+def _check_tensors(
+    found: Mapping[str, tuple[int, ...]],
+    expected: Mapping[str, tuple[int, ...]],
+    *,
+    folder: Path,
+) -> None:
+    missing = [key for key in expected if key not in found]
+    if missing:
+        raise ModelError(
+            f"{folder}: {len(missing)} of the {len(expected)} tensors that its {ADAPTER_CONFIG} "
+            f"and its base ask for aren't in {ADAPTER_WEIGHTS}, such as {missing[0]}. Was the "
+            "config edited, or the adapter trained on another model?",
+            path=str(folder),
+            names=missing,
+        )
+    wrong = [key for key, shape in expected.items() if found[key] != shape]
+    if wrong:
+        raise ModelError(
+            f"{folder}: {wrong[0]} is {found[wrong[0]]} in {ADAPTER_WEIGHTS}, and its "
+            f"{ADAPTER_CONFIG} and its base ask for {expected[wrong[0]]} ({len(wrong)} such "
+            "tensors). Was the config edited, or the adapter trained on another model?",
+            path=str(folder),
+            names=wrong,
+        )
 
 
 def file_dtype(folder: Path) -> torch.dtype:
@@ -129,7 +244,7 @@ def _read_note(folder: Path) -> dict[str, Any]:
 def _read_object(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise FolderFormatError(
             f"{file}: can't be read as JSON ({error}).", path=str(file)
         ) from error

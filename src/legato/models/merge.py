@@ -98,7 +98,7 @@ def merge_adapter(
     expected = _logits(adapted, rows)
     with adapted.disable_adapter():
         effect = _rms(expected - _logits(adapted, rows))
-    model = adapted.merge_and_unload(safe_merge=True)
+    model = _folded(adapted, source=source)
     _check_merged(_logits(model, rows), expected, effect=effect, source=source)
     _round_weights(model, base=base, dtype=dtype)
     with new_folder(output_dir) as folder:
@@ -137,6 +137,16 @@ def _check_adapter(folder: Path) -> None:
     except ModelError as error:
         told = str(error).replace("has no config.json", f"has no {ADAPTER_CONFIG}")
         raise ModelError(told, path=str(folder)) from error
+
+
+def _folded(adapted: Any, *, source: Path) -> Any:
+    try:
+        return adapted.merge_and_unload(safe_merge=True)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise ModelError(
+            f"{source}: PEFT can't fold this form of adapter into its base: {error}",
+            path=str(source),
+        ) from error
 
 
 def _probe_rows(model: Any) -> torch.Tensor:
