@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from legato.errors import ModelError
+from legato.errors import DataError, ModelError
 from legato.models.adapter import file_dtype, is_adapter, load_adapter
 from legato.models.folder import find_model
 from legato.models.load import load_model, load_tokenizer
@@ -18,6 +19,19 @@ from legato.models.quiet import silence_known_noise
 from legato.models.shard import gathered_root
 
 Prompt = str | Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a model said.
+
+    Attributes:
+        text: Without special tokens.
+        finish_reason: ``stop``: the model ended it; ``length``: it was cut at the most tokens.
+    """
+
+    text: str
+    finish_reason: Literal["stop", "length"]
 
 
 def load_for_generation(
@@ -65,7 +79,7 @@ def generate_batch(
     temperature: float = 0.0,
     seed: int = 0,
     on_answers: Callable[[int], None] | None = None,
-) -> list[str]:
+) -> list[Answer]:
     """Answer each prompt.
 
     Prompts of similar length are put into one batch, padded on the left. The random state, the
@@ -83,23 +97,25 @@ def generate_batch(
         on_answers: Called after each batch with the number of its answers.
 
     Returns:
-        The answers in the order of the prompts, without special tokens.
+        The answers in the order of the prompts.
 
     Raises:
-        ModelError: A prompt and its answer don't fit into the model's positions.
+        ModelError: A prompt and its answer don't fit into the model's positions, or the tokenizer
+            makes a token that the model doesn't have.
+        DataError: The chat template refuses a conversation.
     """
-    rows = [_prompt_tokens(tokenizer, prompt) for prompt in prompts]
+    rows = [_prompt_tokens(model, tokenizer, prompt) for prompt in prompts]
     _check_positions(model, rows, max_new_tokens=max_new_tokens)
     options = _generate_options(model, tokenizer, max_new_tokens, temperature)
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-    answers: dict[int, str] = {}
+    answers: dict[int, Answer] = {}
     with _generating(model, seed=seed):
         for start in range(0, len(order), batch_size):
             chosen = order[start : start + batch_size]
-            texts = _answer(model, tokenizer, [rows[i] for i in chosen], options)
-            answers.update(zip(chosen, texts, strict=True))
+            made = _answer(model, tokenizer, [rows[i] for i in chosen], options)
+            answers.update(zip(chosen, made, strict=True))
             if on_answers is not None:
-                on_answers(len(texts))
+                on_answers(len(made))
     return [answers[i] for i in range(len(rows))]
 
 
@@ -134,7 +150,8 @@ def continue_rows(
             most = max(1, min(max_new_tokens, room))
             options = _generate_options(model, tokenizer, most, temperature=0.0)
             # The ranks gather a sharded model's blocks together, so none may end before the others.
-            texts += _answer(model, tokenizer, batch, options, synced_gpus=is_sharded)
+            made = _answer(model, tokenizer, batch, options, synced_gpus=is_sharded)
+            texts += [answer.text for answer in made]
     return texts
 
 
@@ -172,7 +189,7 @@ def stream_answer(
             if text:
                 on_text(text)
 
-    row = _prompt_tokens(tokenizer, prompt)
+    row = _prompt_tokens(model, tokenizer, prompt)
     limit = _max_positions(model)
     if limit is not None:
         max_new_tokens = max(1, min(max_new_tokens, limit - len(row)))
@@ -180,8 +197,8 @@ def stream_answer(
     options = _generate_options(model, tokenizer, max_new_tokens, temperature)
     pieces = Pieces(tokenizer, skip_prompt=True, skip_special_tokens=True)
     with _generating(model, seed=seed):
-        [text] = _answer(model, tokenizer, [row], options, streamer=pieces)
-    return text
+        [answer] = _answer(model, tokenizer, [row], options, streamer=pieces)
+    return answer.text
 
 
 @contextmanager
@@ -199,7 +216,7 @@ def _generating(model: Any, *, seed: int) -> Iterator[None]:
 
 def _answer(
     model: Any, tokenizer: Any, rows: list[list[int]], options: Any, **how: Any
-) -> list[str]:
+) -> list[Answer]:
     longest = max(len(row) for row in rows)
     pads = [longest - len(row) for row in rows]
     input_ids = torch.tensor(
@@ -213,7 +230,14 @@ def _answer(
     output = model.generate(
         input_ids=input_ids, attention_mask=mask, generation_config=options, **how
     )
-    return [tokenizer.decode(row[longest:], skip_special_tokens=True) for row in output]
+    stops = set(options.eos_token_id or ())
+    return [
+        Answer(
+            tokenizer.decode(row, skip_special_tokens=True),
+            "length" if stops.isdisjoint(row) else "stop",
+        )
+        for row in output[:, longest:].tolist()
+    ]
 
 
 def _device(model: Any) -> torch.device:
@@ -221,15 +245,32 @@ def _device(model: Any) -> torch.device:
     return device
 
 
-def _prompt_tokens(tokenizer: Any, prompt: Prompt) -> list[int]:
+def _prompt_tokens(model: Any, tokenizer: Any, prompt: Prompt) -> list[int]:
     if isinstance(prompt, str):
-        plain: list[int] = tokenizer(prompt)["input_ids"]
-        return plain
-    text = tokenizer.apply_chat_template(
-        [dict(message) for message in prompt], tokenize=False, add_generation_prompt=True
-    )
-    rendered: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return rendered
+        ids: list[int] = tokenizer(prompt)["input_ids"]
+    else:
+        text = _rendered(tokenizer, [dict(message) for message in prompt])
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    known = model.get_input_embeddings().weight.shape[0]
+    if max(ids, default=0) >= known:
+        raise ModelError(
+            f"the tokenizer makes the token {tokenizer.convert_ids_to_tokens(max(ids))!r} (id "
+            f"{max(ids)}), and the model has {known}, ids 0 to {known - 1}. Take the tokenizer "
+            "that belongs to the model."
+        )
+    return ids
+
+
+def _rendered(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
+    try:
+        text: str = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+    except Exception as error:  # a template is a program, and may raise anything
+        raise DataError(
+            f"the chat template refuses the conversation: {type(error).__name__}: {error}"
+        ) from error
+    return text
 
 
 def _generate_options(model: Any, tokenizer: Any, max_new_tokens: int, temperature: float) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.runs import RECIPES, legato, steps_in, write_config
-from tests.helpers.tiny import write_model
+from tests.helpers.tiny import build_tokenizer, write_model
 
 Case = Callable[[Path, Path], list[str]]
 
@@ -89,6 +89,26 @@ def output_is_a_file(folder: Path, model: Path) -> list[str]:
     return [f"output_dir={folder / 'occupied'}"]
 
 
+def deep_row(folder: Path, model: Path) -> list[str]:
+    data = folder / "deep.jsonl"
+    data.write_text('{"prompt": ' + "[" * 50_000 + "]" * 50_000 + "}\n")
+    return [f"datasets.0.path={data}"]
+
+
+def template_that_overflows(folder: Path, model: Path) -> list[str]:
+    template = folder / "endless.jinja"
+    template.write_text("{% for i in range(10 ** 9) %}{% endfor %}")
+    return [f"chat_template={template}"]
+
+
+def fewer_tokens_than_the_tokenizer_knows(folder: Path, model: Path) -> list[str]:
+    narrow = write_model(folder / "narrow", vocab_size=259)
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(["mugs"])
+    tokenizer.save_pretrained(narrow)
+    return [f"model={narrow}"]
+
+
 def unknown_key(folder: Path, model: Path) -> list[str]:
     return ["sav_every_n_train_steps=3"]
 
@@ -111,6 +131,13 @@ CASES: list[tuple[Case, int, list[str]]] = [
     (too_long, 2, ["max_seq_len", "512"]),
     (all_rows_too_long, 1, ["max_seq_len", "8"]),
     (output_is_a_file, 2, ["occupied"]),
+    (deep_row, 1, ["deep.jsonl:1", "nested too deeply"]),
+    (template_that_overflows, 1, ["orders.jsonl:1", "refuses", "OverflowError"]),
+    (
+        fewer_tokens_than_the_tokenizer_knows,
+        1,
+        ["orders.jsonl:1", "'mugs' (id 259)", "the model has 259"],
+    ),
     (unknown_key, 2, ["save_every_n_train_steps"]),
     (torchrun_option, 2, ["2 processes", "_finetune_distributed"]),
 ]

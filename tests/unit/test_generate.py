@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from legato.errors import ModelError, ModelNotFoundError
+from legato.errors import DataError, ModelError, ModelNotFoundError
 from legato.generate import continue_rows, generate_batch, load_for_generation, stream_answer
 from legato.models.compile import compile_in_place
 from legato.models.load import load_model
@@ -25,6 +25,10 @@ def folder(tiny_model_dir: Path, tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def pair(tiny_model_dir: Path) -> tuple[Any, Any]:
     return load_for_generation(tiny_model_dir, dtype=torch.float32)
+
+
+def answers_of(*what: Any, **options: Any) -> list[str]:
+    return [answer.text for answer in generate_batch(*what, **options)]
 
 
 def greedy(model: Any, tokenizer: Any, text: str, count: int) -> str:
@@ -49,14 +53,14 @@ def test_answers_are_those_of_a_plain_greedy_loop_in_the_order_of_the_prompts(
     expected = [greedy(*pair, text, 12) for text in TEXTS]
     assert len(set(expected)) == len(TEXTS)
     for batch_size in (1, 2, 4):
-        found = generate_batch(*pair, TEXTS, max_new_tokens=12, batch_size=batch_size)
+        found = answers_of(*pair, TEXTS, max_new_tokens=12, batch_size=batch_size)
         assert found == expected
 
 
 def test_messages_are_rendered_by_the_chat_template(pair: tuple[Any, Any]) -> None:
     message = {"role": "user", "content": "two mugs"}
     rendered = "<|im_start|>user\ntwo mugs<|im_end|>\n<|im_start|>assistant\n"
-    [answer] = generate_batch(*pair, [[message]], max_new_tokens=10)
+    [answer] = answers_of(*pair, [[message]], max_new_tokens=10)
     assert answer == greedy(*pair, rendered, 10)
 
 
@@ -64,21 +68,23 @@ def test_an_answer_ends_at_a_stop_token_of_model_or_tokenizer(pair: tuple[Any, A
     model, tokenizer = pair
     text = greedy(model, tokenizer, "two mugs", 12)
     stop = tokenizer(text, add_special_tokens=False)["input_ids"][3]
+    [cut] = generate_batch(model, tokenizer, ["two mugs"], max_new_tokens=12)
     before = model.generation_config.eos_token_id
     model.generation_config.eos_token_id = [stop]
     try:
         [answer] = generate_batch(model, tokenizer, ["two mugs"], max_new_tokens=12)
     finally:
         model.generation_config.eos_token_id = before
-    assert text.startswith(answer)
-    assert len(answer) < len(text)
+    assert text.startswith(answer.text)
+    assert len(answer.text) < len(text)
+    assert (answer.finish_reason, cut.finish_reason) == ("stop", "length")
 
 
 def test_samples_come_from_the_seed_and_leave_the_random_state_alone(
     pair: tuple[Any, Any],
 ) -> None:
     def sample(seed: int) -> list[str]:
-        return generate_batch(*pair, TEXTS, max_new_tokens=8, temperature=1.0, seed=seed)
+        return answers_of(*pair, TEXTS, max_new_tokens=8, temperature=1.0, seed=seed)
 
     before = torch.random.get_rng_state()
     first = sample(1)
@@ -92,7 +98,7 @@ def test_sampling_settings_of_the_model_dont_change_greedy_answers(folder: Path)
     settings |= {"do_sample": True, "temperature": 5.0, "top_k": 3, "max_length": 20}
     (folder / "generation_config.json").write_text(json.dumps(settings))
     model, tokenizer = load_for_generation(folder)
-    assert generate_batch(model, tokenizer, TEXTS, max_new_tokens=12) == [
+    assert answers_of(model, tokenizer, TEXTS, max_new_tokens=12) == [
         greedy(model, tokenizer, text, 12) for text in TEXTS
     ]
 
@@ -101,7 +107,7 @@ def test_a_model_in_training_stays_in_training(folder: Path) -> None:
     model, tokenizer = load_for_generation(folder)
     model.train()
     model.model.norm.eval()  # a part that is kept in evaluation mode stays in it
-    generate_batch(model, tokenizer, ["two"], max_new_tokens=2)
+    answers_of(model, tokenizer, ["two"], max_new_tokens=2)
     assert model.training
     assert model.model.layers.training
     assert not model.model.norm.training
@@ -116,10 +122,10 @@ def test_compiled_blocks_arent_compiled_for_each_new_token(folder: Path) -> None
         return graph
 
     model, tokenizer = load_for_generation(folder)
-    expected = generate_batch(model, tokenizer, ["two mugs"], max_new_tokens=8)
+    expected = answers_of(model, tokenizer, ["two mugs"], max_new_tokens=8)
     with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False):
         compile_in_place(model, backend=counting, dynamic=False, recompile_limit=2)
-        assert generate_batch(model, tokenizer, ["two mugs"], max_new_tokens=8) == expected
+        assert answers_of(model, tokenizer, ["two mugs"], max_new_tokens=8) == expected
         assert not graphs
         model(input_ids=torch.tensor([[1, 2, 3]]))  # and afterwards they are compiled as before
         assert graphs
@@ -128,7 +134,7 @@ def test_compiled_blocks_arent_compiled_for_each_new_token(folder: Path) -> None
 
 def test_a_prompt_that_doesnt_fit_is_an_error_with_both_numbers(pair: tuple[Any, Any]) -> None:
     with pytest.raises(ModelError, match=r"500 tokens and max_new_tokens is 20: .* 512 positions"):
-        generate_batch(*pair, ["a" * 500], max_new_tokens=20)
+        answers_of(*pair, ["a" * 500], max_new_tokens=20)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -177,7 +183,7 @@ def test_rows_of_tokens_are_continued_greedily_as_far_as_positions_go(
 
 
 def test_no_prompts_no_answers(pair: tuple[Any, Any]) -> None:
-    assert generate_batch(*pair, []) == []
+    assert answers_of(*pair, []) == []
 
 
 def test_the_files_dtype_is_kept_unless_another_is_asked_for(tmp_path: Path) -> None:
@@ -204,13 +210,25 @@ def write_adapter(base: Path, folder: Path) -> Any:
     return adapter.model.eval()
 
 
+def test_a_template_that_refuses_and_a_token_without_a_row_are_named_errors(
+    folder: Path,
+) -> None:
+    model, tokenizer = load_for_generation(folder)
+    tokenizer.chat_template = "{{ raise_exception('the roles must alternate') }}"
+    with pytest.raises(DataError, match=r"refuses the conversation: .*the roles must alternate"):
+        generate_batch(model, tokenizer, [[{"role": "user", "content": "two"}]])
+    tokenizer.add_tokens([f"<more {i}>" for i in range(20)])
+    with pytest.raises(ModelError, match=r"makes the token '<more 19>' .* and the model has 272,"):
+        generate_batch(model, tokenizer, ["two <more 19>"])
+
+
 def test_an_adapter_folder_answers_with_its_base(folder: Path, tmp_path: Path) -> None:
     trained = write_adapter(folder, tmp_path / "adapter")
     model, tokenizer = load_for_generation(tmp_path / "adapter")
-    answers = generate_batch(model, tokenizer, TEXTS, max_new_tokens=6)
+    answers = answers_of(model, tokenizer, TEXTS, max_new_tokens=6)
     assert answers == [greedy(trained, tokenizer, text, 6) for text in TEXTS]
     plain, _ = load_for_generation(folder)
-    assert answers != generate_batch(plain, tokenizer, TEXTS, max_new_tokens=6)
+    assert answers != answers_of(plain, tokenizer, TEXTS, max_new_tokens=6)
 
 
 def test_an_adapter_on_another_base_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -235,5 +253,5 @@ def test_an_adapter_whose_base_is_gone_is_an_error_that_names_it(
 def test_the_real_model_knows_the_capital_of_france(smollm2_dir: Path) -> None:
     model, tokenizer = load_for_generation(smollm2_dir)
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    [answer] = generate_batch(model, tokenizer, [question], max_new_tokens=12)
+    [answer] = answers_of(model, tokenizer, [question], max_new_tokens=12)
     assert answer == "The capital of France is Paris."

@@ -1,9 +1,13 @@
-"""Checkpoints by step that never pause training. Usable in any loop: see `Checkpointer`."""
+"""Checkpoints by step that never pause training. Usable in any loop: see `Checkpointer`.
+
+What needs torch is imported when it is first used: to list steps takes none.
+"""
 
 from __future__ import annotations
 
-from legato.checkpoint.checkpointer import Checkpointer
-from legato.checkpoint.parts import ModelPart, OptimizerPart, RngPart, Stateful, as_part
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from legato.checkpoint.policy import (
     EpochEnd,
     EverySeconds,
@@ -19,6 +23,10 @@ from legato.checkpoint.policy import (
     Pinned,
 )
 from legato.checkpoint.records import Committed, PendingSave, SaveRecord, StepInfo
+
+if TYPE_CHECKING:
+    from legato.checkpoint.checkpointer import Checkpointer
+    from legato.checkpoint.parts import ModelPart, OptimizerPart, RngPart, Stateful, as_part
 
 __all__ = [
     "Checkpointer",
@@ -48,3 +56,12 @@ __all__ = [
     "SaveRecord",
     "StepInfo",
 ]
+
+_OF_PARTS = ("ModelPart", "OptimizerPart", "RngPart", "Stateful", "as_part")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'legato.checkpoint' has no attribute {name!r}")
+    home = "parts" if name in _OF_PARTS else "checkpointer"
+    return getattr(import_module(f"{__name__}.{home}"), name)

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from legato.errors import UsageError
 
 if TYPE_CHECKING:
     from legato.config.load import LoadedConfig
+
+ConfigOption = Annotated[
+    str, typer.Option(help="A name as `legato ls` shows it, or a file.", show_default=False)
+]
+ConfigWords = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="CONFIG [KEY=VALUE | ~KEY]",
+        help="The config, if --config doesn't say it; changes to it.",
+    ),
+]
 
 
 def split_words(words: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -24,6 +37,7 @@ def split_words(words: Sequence[str]) -> tuple[str | None, list[str]]:
     Raises:
         UsageError: More than one word is neither ``key=value`` nor ``~key``; an unknown option.
     """
+    _refuse_spaces(words)
     recipe: str | None = None
     overrides: list[str] = []
     for word in words:
@@ -36,6 +50,43 @@ def split_words(words: Sequence[str]) -> tuple[str | None, list[str]]:
         else:
             raise UsageError(f"{word}: expected key=value or ~key; the recipe is {recipe} already")
     return recipe, overrides
+
+
+def take_config(config: str, words: Sequence[str], *, verb: str) -> tuple[str, list[str]]:
+    """Find the config among the words of a verb that takes it as ``run`` does, or first.
+
+    Args:
+        config: What ``--config`` says; empty where it wasn't typed.
+        words: What was typed after the verb, options excepted.
+        verb: For the message.
+
+    Returns:
+        The config, and the words without it.
+
+    Raises:
+        UsageError: There is none.
+    """
+    if config:
+        return config, list(words)
+    if words and "=" not in words[0] and not words[0].startswith("~"):
+        return words[0], list(words[1:])
+    raise UsageError(
+        f"the config is missing. Say: legato {verb} CONFIG [key=value ...]. `legato ls` shows what "
+        "there is"
+    )
+
+
+def _refuse_spaces(words: Sequence[str]) -> None:
+    """``epochs = 5`` reaches us as three words."""
+    for before, word, after in zip(["", *words], words, [*words[1:], ""], strict=False):
+        if word.startswith("="):
+            meant = [before, word, after if word == "=" else ""]
+        elif word.endswith("=") and after and "=" not in after and not after.startswith("~"):
+            meant = [word, after]
+        else:
+            continue
+        typed = " ".join(part for part in meant if part)
+        raise UsageError(f"{typed}: write {''.join(meant)}, without spaces around =")
 
 
 def read_config(config: str, words: Sequence[str]) -> LoadedConfig:

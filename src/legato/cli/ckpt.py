@@ -35,7 +35,7 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @app.command("ls")
 def list_steps(run: _RunArgument, as_json: _Json = False) -> None:
-    """List a run's checkpoints: step, size, age, metrics, why each is kept, what is special."""
+    """List a run's checkpoints, and why each of them is kept."""
     from legato.cli.ckpt_keep import kept_because
 
     folder = _open_run(run)
@@ -56,7 +56,7 @@ def list_steps(run: _RunArgument, as_json: _Json = False) -> None:
 
 @app.command("show")
 def show_step(step: _StepArgument, as_json: _Json = False) -> None:
-    """Show one checkpoint: what it holds, who wrote it, how long the save took."""
+    """Show one checkpoint: what it holds, and how its save went."""
     folder, info = _open_step(step)
     facts = _facts(info, _marks(folder, info, folder.steps()))
     facts["files"] = (
@@ -89,7 +89,7 @@ def verify(
     path: Annotated[Path, typer.Argument(metavar="RUN|STEP", help="A run, or one step folder.")],
     as_json: _Json = False,
 ) -> None:
-    """Read every byte of a checkpoint, or of all of a run's, and compare digests."""
+    """Read every byte of a checkpoint or a run; compare digests."""
     from legato.checkpoint.lifecycle import find_damage
     from legato.errors import CheckpointTornError
 
@@ -225,7 +225,7 @@ def _locked(folder: RunFolder) -> Iterator[None]:
 
 @app.command("diff")
 def diff(first: _StepArgument, second: _StepArgument, as_json: _Json = False) -> None:
-    """Compare two checkpoints: tensors, and how far they moved; config; metrics."""
+    """Compare two checkpoints: tensors, config, metrics."""
     from legato.cli.ckpt_diff import compare_steps
 
     (folder, before), (_, after) = _open_step(first), _open_step(second)

@@ -45,7 +45,7 @@ def plan_keeping(infos: Sequence[StepInfo]) -> Keeping:
         LegatoError: Its config can't be read.
     """
     from legato.checkpoint.retention import KeepRules, plan_prune
-    from legato.recipes.parts import keep_policy
+    from legato.recipes.policies import keep_policy
 
     complete = [info for info in infos if info.is_complete]
     newest, config = complete[-1].committed(), _config_of(complete[-1])

@@ -56,7 +56,7 @@ def copy_config(
         bool, typer.Option("--make-parents", help="Make the destination's folders.")
     ] = False,
 ) -> None:
-    """Copy a config to change it, or a recipe as a script on the public API."""
+    """Copy a config to change it, or a recipe as a script."""
     from legato.config.schema import RECIPES
     from legato.errors import UsageError
 

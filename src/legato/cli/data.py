@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from legato.cli.arguments import ConfigOption, ConfigWords
 from legato.cli.show import show_json
 
 if TYPE_CHECKING:
@@ -26,24 +27,26 @@ def _group() -> None:
 
 @app.command("show")
 def show(
-    config: Annotated[str, typer.Argument(help="A name as `legato ls` shows it, or a file.")],
-    words: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE | ~KEY]...", help="Changes to it.")
-    ] = None,
+    words: ConfigWords = None,
+    config: ConfigOption = "",
     count: Annotated[
         int, typer.Option("-n", help="Samples to show, the first that a run trains on.", min=0)
     ] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show samples with what is trained in them, lengths, duplicates, and what was left out."""
+    """Show samples, what is trained in them, and what was left out.
+
+    Lengths, duplicates and tokens per slot too.
+    """
     import datetime as dt
 
-    from legato.cli.arguments import read_config
+    from legato.cli.arguments import read_config, take_config
     from legato.cli.validate import local_problems
     from legato.data.overview import build_overview
     from legato.errors import ConfigError
 
-    loaded = read_config(config, words or [])
+    config, words = take_config(config, words or [], verb="data show")
+    loaded = read_config(config, words)
     if problems := [loaded.origins.tell(problem) for problem in local_problems(loaded)]:
         raise ConfigError(problems)
 

@@ -21,7 +21,10 @@ def demo(
         str | None, typer.Option("--ask", help="Let the demo's newest checkpoint answer an order.")
     ] = None,
 ) -> None:
-    """Teach SmolLM2-135M to turn an order in plain English into JSON; run it again to go on."""
+    """Teach SmolLM2-135M to turn a plain order into JSON.
+
+    Run it again to go on.
+    """
     from rich.console import Console
 
     from legato.cli.logs import show_log

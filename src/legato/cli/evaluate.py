@@ -46,7 +46,7 @@ def evaluate(
     device: Device = "auto",
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Measure a model with lm-eval; figures with their standard errors."""
+    """Measure a model with lm-eval."""
     from legato.cli.logs import show_log
     from legato.cli.show import show_table
 

@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,6 +23,9 @@ from legato.cli.answering import (
     refuse_existing,
 )
 from legato.errors import DataError
+
+if TYPE_CHECKING:
+    from legato.generate import Answer
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,10 @@ def generate(
         typer.Option(help="A .txt with a prompt a line, or a data file: its rows' prompts."),
     ],
     output: Annotated[
-        Path, typer.Option(help="The jsonl to write: sample_id, prompt and answer of each row.")
+        Path,
+        typer.Option(
+            help="The jsonl to write: sample_id, prompt, answer and finish_reason of each row."
+        ),
     ],
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts at a time.")] = 8,
     limit: Annotated[int | None, typer.Option(min=1, help="Answer the first N only.")] = None,
@@ -60,7 +66,7 @@ def generate(
     device: Device = "auto",
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Answer every prompt of a file, in batches, and write the answers in its order."""
+    """Answer every prompt of a file, in batches."""
     from legato.cli.logs import show_log
 
     refuse_existing(output)
@@ -92,7 +98,9 @@ def generate(
             on_answers=lambda count: progress.advance(task, count),
         )
     _write(output, rows, answers)
-    typer.echo(f"{len(rows)} answers are in {output}")
+    num_cut = sum(answer.finish_reason == "length" for answer in answers)
+    cut = f"; {num_cut} of them were cut at {max_new_tokens} tokens" if num_cut else ""
+    typer.echo(f"{len(rows)} answers are in {output}{cut}")
 
 
 def read_prompts(path: str, *, raw: bool) -> list[PromptRow]:
@@ -175,14 +183,15 @@ def _before_last_answer(row: Any) -> list[dict[str, str]]:
     return messages
 
 
-def _write(output: Path, rows: list[PromptRow], answers: list[str]) -> None:
+def _write(output: Path, rows: list[PromptRow], answers: list[Answer]) -> None:
     """Write all answers, or nothing: the file gets its name when it is whole."""
     partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
     partial.parent.mkdir(parents=True, exist_ok=True)
     try:
         with partial.open("w", encoding="utf-8") as file:
             for row, answer in zip(rows, answers, strict=True):
-                values = {"sample_id": row.sample_id, "prompt": row.prompt, "answer": answer}
+                values = {"sample_id": row.sample_id, "prompt": row.prompt}
+                values |= {"answer": answer.text, "finish_reason": answer.finish_reason}
                 file.write(json.dumps(values, ensure_ascii=False) + "\n")
         os.replace(partial, output)
     finally:

@@ -21,7 +21,10 @@ def merge(
     device: Annotated[str, typer.Option(help="Where to merge: cpu, cuda, cuda:N or mps.")] = "cpu",
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Fold an adapter into its base and check it, in a new folder; needs 4 bytes a parameter."""
+    """Fold an adapter into its base and check it, in a new folder.
+
+    Needs 4 bytes of memory a parameter.
+    """
     from legato.cli.logs import show_log
     from legato.models.merge import merge_adapter
     from legato.parallel.world import pick_device

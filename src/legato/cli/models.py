@@ -26,7 +26,10 @@ def download(
         ),
     ] = None,
 ) -> None:
-    """Download a model as a Hugging Face folder; after an interruption, only the rest."""
+    """Download a model as a Hugging Face folder.
+
+    After an interruption, only the rest.
+    """
     from legato.cli.logs import show_log
     from legato.models.download import IGNORED, download_model
 

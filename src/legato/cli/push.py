@@ -26,7 +26,10 @@ def push(
         bool, typer.Option("--dry-run", help="Show the files and the card; send nothing.")
     ] = False,
 ) -> None:
-    """Send what loads the model, with a model card, as one commit; HF_TOKEN is the account."""
+    """Send a model to the Hugging Face hub, with a model card.
+
+    All that loads it, as one commit; HF_TOKEN is the account.
+    """
     from legato.cli.logs import show_log
     from legato.cli.show import show_table
     from legato.models.push import plan_push

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from legato.cli.arguments import ConfigOption
+
 if TYPE_CHECKING:
     from legato.config.load import LoadedConfig
 
@@ -19,15 +21,13 @@ def run(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[RECIPE | SCRIPT.py] [KEY=VALUE | ~KEY]... [TORCHRUN OPTIONS]",
+            metavar="RECIPE | SCRIPT.py | KEY=VALUE | ~KEY | TORCHRUN OPTION",
             help="The recipe, where the config doesn't name it; changes to the config. Options of "
             "torchrun (--nproc-per-node 8, --nnodes, --rdzv-endpoint, --max-restarts, ...) start "
             "several processes of a _distributed recipe.",
         ),
     ] = None,
-    config: Annotated[
-        str, typer.Option(help="A name as `legato ls` shows it, or a file.", show_default=False)
-    ] = "",
+    config: ConfigOption = "",
     start_over: Annotated[
         bool,
         typer.Option("--start-over", help="Move steps that are in the way aside; delete nothing."),
@@ -39,7 +39,7 @@ def run(
         ),
     ] = False,
 ) -> None:
-    """Train; the same command again goes on from the newest checkpoint."""
+    """Train, or go on where the same command was stopped."""
     from legato.cli.logs import show_log
     from legato.errors import ConfigError, UsageError
     from legato.parallel.launch import is_asked_for, split_options

@@ -11,9 +11,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from legato.cli.arguments import ConfigOption, ConfigWords
+
 # What legato.data.sources takes for a file or for a name on the hub; importing it would load torch.
 FILE_ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zst")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
+
+CHECKED = (
+    "checked: keys, values, combinations, and that paths are there. Data and model weren't read: "
+    "--full does all that a run does before step 1"
+)
+CHECKED_ALL = "checked: all that a run does before step 1, with model, data, memory and disk"
 
 if TYPE_CHECKING:
     from legato.config.load import LoadedConfig
@@ -21,20 +29,22 @@ if TYPE_CHECKING:
 
 
 def validate(
-    config: Annotated[str, typer.Argument(help="A name as `legato ls` shows it, or a file.")],
-    words: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE | ~KEY]...", help="Changes to it.")
-    ] = None,
+    words: ConfigWords = None,
+    config: ConfigOption = "",
     full: Annotated[
         bool,
         typer.Option(help="Do all that a run does before step 1: model, data, memory, disk."),
     ] = False,
 ) -> None:
-    """Check a config: keys, values, combinations, paths; every mistake at once."""
-    from legato.cli.arguments import read_config
+    """Check a config, and tell every mistake in it at once.
+
+    Keys, values, combinations, and whether paths are there; with --full model and data as well.
+    """
+    from legato.cli.arguments import read_config, take_config
     from legato.errors import ConfigError
 
-    loaded = read_config(config, words or [])
+    config, words = take_config(config, words or [], verb="validate")
+    loaded = read_config(config, words)
     problems = [loaded.origins.tell(problem) for problem in local_problems(loaded)]
     if problems:
         raise ConfigError(problems)
@@ -47,6 +57,7 @@ def validate(
     run = loaded.config
     sources = ", ".join(dataset.path for dataset in run.datasets)
     typer.echo(f"{config} is valid: {run.recipe} of {run.model} on {sources} into {run.output_dir}")
+    typer.echo(CHECKED_ALL if full else CHECKED)
 
 
 def local_problems(loaded: LoadedConfig) -> Iterator[Problem]:
@@ -98,9 +109,18 @@ def _data_problems(loaded: LoadedConfig) -> Iterator[Problem]:
                 continue
             if glob.has_magic(place):
                 if not glob.glob(place, recursive=True):
-                    yield Problem((key, index, "path"), f"no file matches {dataset.path}")
+                    message = f"no file matches {dataset.path}"
+                    yield Problem((key, index, "path"), message + _looked_for(place))
             elif place.endswith(FILE_ENDINGS) or not HUB_NAME.fullmatch(place):
-                yield Problem((key, index, "path"), f"{dataset.path}: no such file or folder")
+                message = f"{dataset.path}: no such file or folder"
+                yield Problem((key, index, "path"), message + _looked_for(place))
+
+
+def _looked_for(place: str) -> str:
+    """Where a relative path led to."""
+    if os.path.isabs(place):
+        return ""
+    return f"; looked for {os.path.abspath(place)}, as relative paths start at the current folder"
 
 
 def _path_problems(loaded: LoadedConfig) -> Iterator[Problem]:

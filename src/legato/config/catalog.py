@@ -77,6 +77,13 @@ def _not_found(name_or_path: str) -> str:
     if Path(name_or_path).is_dir():
         return f"{name_or_path}: expected a config file, found a folder"
     names = hub_names()
+    of_recipe = [name for name in names if recipe_of(name) == name_or_path]
+    if of_recipe:
+        listed = "".join(f"\n  {name}" for name in of_recipe)
+        return (
+            f"{name_or_path}: is a recipe, expected a config. Its configs:{listed}\n"
+            f"`legato cp {name_or_path} my.py` makes a script of the recipe itself."
+        )
     near = [name for name in names if name.startswith(f"{name_or_path}_")]
     near = near or difflib.get_close_matches(name_or_path, names, n=1, cutoff=0.5)
     hint = f" Did you mean {' or '.join(near)}?" if near else ""

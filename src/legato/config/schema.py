@@ -106,7 +106,6 @@ class RunConfig(Section):
         "Rows held out of `datasets` for evaluation: a share below 1, a number of rows from 1 on.",
         on_resume="refuse",
         ge=0,
-        allow_inf_nan=False,
     )
     chat_template: str = key(
         "auto",
@@ -209,7 +208,6 @@ class RunConfig(Section):
         "Largest gradient norm; null doesn't clip.",
         on_resume="warn",
         gt=0,
-        allow_inf_nan=False,
     )
     on_nonfinite: Literal["stop", "skip"] = key(
         "stop", "What to do at a loss or gradient that isn't finite.", on_resume="free"
@@ -252,7 +250,6 @@ class RunConfig(Section):
         on_resume="free",
         unit="seconds",
         gt=0,
-        allow_inf_nan=False,
     )
     save_at_epoch_end: Switch = key(False, "Save at the end of each epoch too.", on_resume="free")
     keep_last_n_checkpoints: int | None = key(
@@ -324,7 +321,6 @@ class RunConfig(Section):
         on_resume="free",
         unit="seconds",
         ge=0,
-        allow_inf_nan=False,
     )
     shared_storage: Switch = key(
         True,

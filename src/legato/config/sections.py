@@ -25,10 +25,10 @@ class DatasetConfig(Section):
     split: str | None = key(None, "Split of a hub data set.", on_resume="refuse")
     weight: float = key(
         1.0,
-        "How many times each row appears per epoch; 0.5 is every second row.",
+        "How many times each row appears per epoch, at most 1000; 0.5 is every second row.",
         on_resume="refuse",
-        gt=0,
-        allow_inf_nan=False,
+        ge=1e-6,
+        le=1000,
     )
 
 
@@ -40,13 +40,12 @@ class OptimizerConfig(Section):
         "The algorithm; adamw_8bit keeps its moments in 8 bits (torchao).",
         on_resume="warn",
     )
-    lr: float = key(..., "Peak learning rate.", on_resume="warn", gt=0, allow_inf_nan=False)
+    lr: float = key(..., "Peak learning rate.", on_resume="warn", gt=0)
     weight_decay: float = key(
         0.0,
         "Decay of weights with two or more dimensions.",
         on_resume="warn",
         ge=0,
-        allow_inf_nan=False,
     )
     betas: tuple[float, float] = key(
         (0.9, 0.999), "Decay rates of Adam's two moments, each in [0, 1).", on_resume="warn"
@@ -117,7 +116,6 @@ class Schedule(Section):
         "Each interval is this many times the one before.",
         on_resume="free",
         gt=1,
-        allow_inf_nan=False,
     )
     max_interval: int = key(
         ..., "Intervals stop growing here.", on_resume="free", unit="optimizer steps", ge=1

@@ -19,9 +19,11 @@ _FALSE_WORDS = frozenset({"false", "no", "off"})
 
 
 class Section(BaseModel):
-    """Base of every mapping in a config: unknown keys are errors, values are frozen."""
+    """Base of every mapping in a config: unknown keys are errors, numbers finite, values frozen."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
+    )
 
 
 def key(

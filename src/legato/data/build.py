@@ -110,7 +110,7 @@ def split_validation(
     count = round(val_set_size * len(rows)) if val_set_size < 1 else int(val_set_size)
     if not 0 < count < len(rows):
         raise ConfigError(
-            f"val_set_size: {val_set_size} of {len(rows)} rows holds out {count}; "
+            f"val_set_size: {val_set_size:g} of {len(rows)} rows holds out {count}; "
             "at least one row must stay on each side"
         )
     held_out = rows[permutation(len(rows), seed=seed, epoch=BEFORE_ALL_EPOCHS)[:count]]

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import jinja2
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -17,8 +16,9 @@ from legato.data.bounds import token_bounds, tokens_of
 from legato.data.examples import ROLES, Example, Message, with_call_ids
 from legato.data.samples import Indices, Mask, Sample, Tally
 from legato.data.spans import PlannedText, Span, TemplateProblem, plan_segments, plan_texts
-from legato.data.templates import opening_ids, resolve_template, stop_ids
+from legato.data.templates import opening_ids, resolve_template, stop_ids, told
 from legato.data.tools import as_json
+from legato.data.vocabulary import refuse_unknown
 from legato.errors import ConfigError, DataError
 
 STOP_APPENDED = "answers without a stop token in the template, appended"
@@ -53,6 +53,8 @@ class ChatFormatter:
         special_tokens_in_text: ``error`` refuses a row whose text holds a control token's name;
             ``allow`` lets the tokenizer read it as that token.
         eos_ids: Stop tokens of the model's generation config; the tokenizer's own joins them.
+        vocab_size: Rows of the model's embedding: a row with a token beyond them can't be used.
+            None: nobody knows.
         start_date: The day that templates write; frozen, so that a resumed run renders the same
             text.
 
@@ -76,6 +78,7 @@ class ChatFormatter:
         turns_to_train: str = "all",
         special_tokens_in_text: str = "error",
         eos_ids: Iterable[int] | int | None = None,
+        vocab_size: int | None = None,
         start_date: dt.date | None = None,
     ) -> None:
         if not tokenizer.is_fast:
@@ -91,6 +94,7 @@ class ChatFormatter:
         self._stop_id = (
             tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(self.stop_ids)
         )
+        self._vocab_size = vocab_size
         self._train_on_inputs = train_on_inputs
         self._roles_to_train = frozenset(roles_to_train)
         self._turns_to_train = turns_to_train
@@ -122,6 +126,7 @@ class ChatFormatter:
             "stop_ids": sorted(self.stop_ids),
             "stop_id": self._stop_id,
             "opening": self._opening,
+            "vocab_size": self._vocab_size,
             "notes": self.notes,
         }
 
@@ -244,8 +249,10 @@ class ChatFormatter:
                 **options,
                 **self._variables,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
-            raise TemplateProblem(f"the chat template refuses the conversation: {error}") from error
+        except Exception as error:  # a template is a program, and may raise anything
+            raise TemplateProblem(
+                f"the chat template refuses the conversation: {told(error)}"
+            ) from error
         return str(texts[0]), list(marks[0]) if marks else []
 
     def _encode(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
@@ -261,6 +268,8 @@ class ChatFormatter:
         return list(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
 
     def _samples(self, example: Example, *, planned: list[Encoded], tally: Tally) -> list[Sample]:
+        for _, ids, _ in planned:
+            refuse_unknown([*ids, *self._opening, self._stop_id], self._tokenizer, self._vocab_size)
         if example.text is not None:
             return [self._plain_sample(example, ids) for _, ids, _ in planned]
         if example.segments:

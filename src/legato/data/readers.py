@@ -17,6 +17,8 @@ from legato.errors import DataError
 FILE_KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 COMPRESSIONS = (".gz", ".zst")
 
+_TOO_DEEP = "its lists and objects are nested too deeply to be read; expected rows of a few levels"
+
 
 def kind_of(path: Path) -> str | None:
     """The file's kind by its suffix, compression aside; None if it isn't a data file."""
@@ -105,6 +107,8 @@ def _read_json_lines(
                 )
             except ValueError as error:
                 yield BadRow(sample_id, where, str(error))
+            except RecursionError:
+                yield BadRow(sample_id, where, _TOO_DEEP)
             else:
                 yield _as_row(value, sample_id, where)
 
@@ -144,6 +148,8 @@ def _read_json(file: Path, name: str) -> Iterator[Row | BadRow]:
             path=str(file),
             row=error.lineno,
         ) from None
+    except RecursionError:
+        raise DataError(f"{file}: {_TOO_DEEP}", path=str(file)) from None
     if isinstance(rows, dict):
         lists = [key for key, value in rows.items() if isinstance(value, list)]
         if len(lists) != 1:

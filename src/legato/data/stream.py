@@ -172,6 +172,13 @@ class Stream:
                     first_row += len(chunk.rows)
                     yield chunk
             if first_row == begin:
+                held = self.num_held_out
+                if held and begin == held:
+                    raise DataError(
+                        f"val_set_size: {held:,} rows of {self.path} are held out, and it has no "
+                        "others to train on. Hold out fewer.",
+                        path=self.path,
+                    )
                 behind = f" behind the {begin} that are read already" if begin else ""
                 raise DataError(f"{self.path}: no rows{behind}", path=self.path)
             yield RowChunk(epoch, first_row, ())  # the pass has ended, and with it a short block

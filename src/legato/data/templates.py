@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import TemplateSyntaxError
+from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -70,7 +70,16 @@ def resolve_template(
         raise ConfigError(
             f"chat_template: {template}: line {error.lineno}: isn't Jinja: {error.message}"
         ) from None
+    except Exception as error:  # a template is a program, and may raise anything
+        raise ConfigError(f"chat_template: {template}: can't be used: {told(error)}") from error
     return ChatTemplate(text, frozen, note)
+
+
+def told(error: Exception) -> str:
+    """What an error of a template says, with its kind where the text alone says little."""
+    if isinstance(error, TemplateError) and str(error):  # raise_exception("...") of a template
+        return str(error)
+    return f"{type(error).__name__}: {error}"
 
 
 def opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -187,7 +187,8 @@ def ask(paths: DemoPaths, text: str) -> str:
         )
     model, tokenizer = load_for_generation(newest, device=pick_device("auto"))
     messages = [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": text}]
-    return generate_batch(model, tokenizer, [messages], max_new_tokens=48, batch_size=1)[0]
+    [answer] = generate_batch(model, tokenizer, [messages], max_new_tokens=48, batch_size=1)
+    return answer.text
 
 
 def _finished(paths: DemoPaths, *, steps: int, data: OrderData) -> Answers | None:

@@ -66,13 +66,14 @@ def answer_orders(
         The answers.
     """
     model, tokenizer = load_for_generation(model_dir, device=device)
-    texts = generate_batch(
+    answers = generate_batch(
         model,
         tokenizer,
         [order.prompt_messages for order in (*held_out, *unseen_names)],
         max_new_tokens=MAX_ANSWER_TOKENS,
         batch_size=BATCH_SIZE,
     )
+    texts = [answer.text for answer in answers]
     return Answers(
         step=step,
         held_out=tuple(texts[: len(held_out)]),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from psutil import virtual_memory
 from torch import nn
 
 from legato.errors import ConfigError, ModelError, ModelNotFoundError
@@ -93,13 +94,14 @@ def attach_lora(
 
     Raises:
         ConfigError: A name that matches no layer (the message lists what there is), or one that
-            is to get an update and to train as a whole.
+            is to get an update and to train as a whole; a rank whose adapter can't fit into memory.
         ModelError: A trainable tensor that PEFT wouldn't save; ``.names``.
     """
     silence_known_noise()
     from peft import LoraConfig, get_peft_model
 
     targets = _checked_targets(model, lora_target_modules)
+    _check_room(model, targets, lora_rank=lora_rank)
     whole = _modules_to_save(model, lora_modules_to_save, targets=targets)
     config = LoraConfig(
         r=lora_rank,
@@ -201,6 +203,47 @@ def _checked_targets(model: nn.Module, targets: str | Sequence[str]) -> str | li
         or_else=f"; or {ALL_LINEAR} for every linear layer but the head",
     )  # fmt: skip
     return wanted
+
+
+def _check_room(model: nn.Module, targets: str | Sequence[str], *, lora_rank: int) -> None:
+    """Refuse a rank that no memory holds: PEFT would be ended by the kernel, without a word."""
+    head = cast("PreTrainedModel", model).get_output_embeddings()
+    shapes = [
+        module.weight.shape
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Embedding) or type(module).__name__ == "Conv1D"
+        if _is_named(name, targets)
+        or (targets == ALL_LINEAR and not isinstance(module, nn.Embedding) and module is not head)
+    ]
+    count = lora_rank * sum(sum(shape) for shape in shapes)
+    weight = next(model.parameters())
+    is_cuda = weight.device.type == "cuda"
+    free = torch.cuda.mem_get_info(weight.device)[0] if is_cuda else virtual_memory().available
+    if count * weight.element_size() > free:
+        raise ConfigError(
+            f"lora_rank: {lora_rank:,} makes an adapter of {count:,} parameters, "
+            f"{count * weight.element_size() / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB of memory "
+            "are free. Set a smaller rank, such as 16."
+        )
+
+
+def smallest_layer(model: nn.Module) -> tuple[str, int] | None:
+    """The layer whose update can have the lowest rank, and that rank; None: no layer has one.
+
+    Args:
+        model: PEFT's model.
+
+    Returns:
+        The layer's name in the base, and the smaller one of its widths in features.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    widths = {
+        name.removeprefix("base_model.model."): min(module.in_features, module.out_features)
+        for name, module in model.named_modules()
+        if isinstance(module, LoraLayer)
+    }
+    return min(widths.items(), key=lambda item: item[1], default=None)
 
 
 def _modules_to_save(

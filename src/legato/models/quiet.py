@@ -49,6 +49,7 @@ def silence_known_noise() -> None:
 @contextmanager
 def without_weight_bars() -> Iterator[None]:
     """Hide transformers' progress bars and its table of missing keys, which Legato says itself."""
+    from transformers import modeling_gguf_pytorch_utils as gguf_reading
     from transformers.utils import logging as transformers_logging
 
     had_bars = transformers_logging.is_progress_bar_enabled()
@@ -57,9 +58,13 @@ def without_weight_bars() -> Iterator[None]:
     drop_all = _DropMessages("")
     modeling.addFilter(drop_all)
     transformers_logging.disable_progress_bar()
+    # Its reader of GGUF takes tqdm's bar itself, which no setting of transformers reaches.
+    gguf_bar = gguf_reading.tqdm
+    gguf_reading.tqdm = lambda tensors, **_: tensors
     try:
         yield
     finally:
+        gguf_reading.tqdm = gguf_bar
         modeling.removeFilter(drop_all)
         if had_bars:
             transformers_logging.enable_progress_bar()

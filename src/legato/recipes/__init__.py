@@ -1,6 +1,20 @@
-"""From a config to a run."""
+"""From a config to a run. Names are imported when they are first used: policies need no torch."""
 
-from legato.recipes.methods import METHODS, Trained, full, lora
-from legato.recipes.runs import RunResult, preflight, run
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from legato.recipes.methods import METHODS, Trained, full, lora
+    from legato.recipes.runs import RunResult, preflight, run
 
 __all__ = ["METHODS", "RunResult", "Trained", "full", "lora", "preflight", "run"]
+
+_OF_RUNS = ("RunResult", "preflight", "run")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'legato.recipes' has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{'runs' if name in _OF_RUNS else 'methods'}"), name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
@@ -17,6 +18,7 @@ from legato.data.packing import PackedData, pack_samples
 from legato.data.samples import Rows, Sample, TokenizedData
 from legato.data.stream import StreamLoader
 from legato.errors import DataError
+from legato.models.facts import model_facts
 from legato.parallel.world import World
 from legato.recipes.reading import Reading, open_stream, plan_reading, read_all
 
@@ -222,9 +224,12 @@ def _dealing(
     """How every loader of the run deals rows; ``lengths``: of rows, where a graph is compiled."""
     buckets = [reading.max_seq_len] if config.packing else lengths
     pad_id = reading.tokenizer.pad_token_id
+    facts = model_facts(config.model)
+    vocab_size = facts.vocab_size if facts is not None else None
     return {
         "batch_size": config.batch_size,
-        "pad_id": pad_id if pad_id is not None else 0,
+        # Masked, so any token will do; one that the model has.
+        "pad_id": pad_id if pad_id is not None and pad_id < (vocab_size or math.inf) else 0,
         "rank": world.rank,
         "world_size": world.world_size,
         "length_buckets": buckets if config.compile else None,

@@ -12,6 +12,7 @@ from rich.console import Console
 from legato.config.schema import RunConfig
 from legato.data.show import marked_sample
 from legato.parallel.world import World
+from legato.recipes.advice import advise
 from legato.recipes.data import RunData
 from legato.recipes.parts import RunParts
 from legato.report.start import StartFacts, start_block
@@ -72,6 +73,7 @@ def start_facts(
         free_bytes=free_bytes(Path(config.output_dir)),
         resumes_from=source,
         resume_step=resume_step,
+        advice=tuple(advise(config, module=parts.model.module, total_steps=total_steps)),
     )
 
 
@@ -109,3 +111,5 @@ def introduce(facts: StartFacts, data: RunData) -> None:
             f"one sample ({sample.sample_id}), what is trained in [[ ]]:", highlight=False
         )
         console.print(marked_sample(sample, data.tokenizer, brackets=True))
+    for line in facts.advice:
+        logger.warning("%s", line)

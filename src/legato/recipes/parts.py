@@ -1,4 +1,4 @@
-"""The parts of a run, each built from the config: model, optimizer, policies."""
+"""The parts of a run, each built from the config: model, optimizer, what is saved."""
 
 from __future__ import annotations
 
@@ -9,22 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from legato.checkpoint import (
-    EpochEnd,
-    EverySeconds,
-    EverySteps,
-    KeepAll,
-    KeepBest,
-    KeepEvery,
-    KeepLast,
-    LogSchedule,
-    ModelPart,
-    NewBest,
-    OnSignal,
-    OptimizerPart,
-)
-from legato.checkpoint.policy import KeepPolicy, SavePolicy
-from legato.config.schema import RunConfig, Schedule
+from legato.checkpoint import ModelPart, OptimizerPart
+from legato.config.schema import RunConfig
 from legato.data.loader import Loader
 from legato.errors import ConfigError
 from legato.models.names import named_weights
@@ -35,6 +21,7 @@ from legato.recipes.answers import build_answers
 from legato.recipes.data import RunData
 from legato.recipes.methods import read_folder
 from legato.recipes.model import DTYPES, LoadedModel, build_model
+from legato.recipes.policies import metric_of_best
 from legato.train.evaluate import evaluate
 from legato.train.in_backward import InBackward
 from legato.train.state import TrainState
@@ -171,49 +158,6 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> d
         tokenizer.chat_template = own
 
 
-def step_set(value: int | Schedule) -> EverySteps | LogSchedule:
-    """An interval of the config as a set of steps."""
-    if isinstance(value, int):
-        return EverySteps(value)
-    return LogSchedule(value.first, factor=value.factor, max_interval=value.max_interval)
-
-
-def save_policy(config: RunConfig) -> SavePolicy:
-    """When the config wants checkpoints."""
-    policy: SavePolicy = OnSignal()
-    if config.save_every_n_train_steps is not None:
-        policy = step_set(config.save_every_n_train_steps) | policy
-    if config.save_every_n_seconds is not None:
-        policy |= EverySeconds(config.save_every_n_seconds)
-    if config.save_at_epoch_end:
-        policy |= EpochEnd()
-    if config.keep_best_n_checkpoints is not None:
-        policy |= NewBest()
-    return policy
-
-
-def keep_policy(config: RunConfig) -> KeepPolicy:
-    """Which checkpoints the config wants kept."""
-    policies: list[KeepPolicy] = []
-    if config.keep_last_n_checkpoints is not None:
-        policies.append(KeepLast(config.keep_last_n_checkpoints))
-    if config.keep_best_n_checkpoints is not None:
-        watched = watched_metric(config)
-        policies.append(
-            KeepBest(config.keep_best_n_checkpoints, watched.name, watched.greater_is_better)
-        )
-    if config.keep_every_n_steps is not None:
-        policies.append(KeepEvery(config.keep_every_n_steps))
-    if not policies:
-        return KeepAll()
-    policy, *others = policies
-    for other in others:
-        policy |= other
-    return policy
-
-
 def watched_metric(config: RunConfig) -> WatchedMetric:
-    """What ``best`` means: eval_loss where there is evaluation data, else train_loss."""
-    has_evaluation = bool(config.eval_datasets) or config.val_set_size > 0
-    name = config.metric_for_best_model or ("eval_loss" if has_evaluation else "train_loss")
-    return WatchedMetric(name=name, greater_is_better=config.greater_is_better)
+    """What ``best`` means, as the loop takes it."""
+    return WatchedMetric(name=metric_of_best(config), greater_is_better=config.greater_is_better)

@@ -12,7 +12,7 @@ from legato.config.resume import diff_on_resume
 from legato.config.schema import RunConfig
 from legato.errors import ResumeError
 from legato.optim.schedule import learning_rate
-from legato.recipes.parts import step_set
+from legato.recipes.policies import step_set
 from legato.train.state import TrainState
 
 logger = logging.getLogger(__name__)

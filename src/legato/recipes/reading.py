@@ -51,6 +51,7 @@ def plan_reading(config: RunConfig, *, start_date: date) -> Reading:
         LegatoError: A template or a tokenizer that can't be used.
     """
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+    facts = model_facts(config.model)
     formatter = ChatFormatter(
         tokenizer,
         template=config.chat_template,
@@ -60,6 +61,7 @@ def plan_reading(config: RunConfig, *, start_date: date) -> Reading:
         turns_to_train=config.turns_to_train,
         special_tokens_in_text=config.special_tokens_in_text,
         eos_ids=stop_ids(config.model),
+        vocab_size=facts.vocab_size if facts is not None else None,
         start_date=start_date,
     )
     return Reading(tokenizer, formatter, longest_row(config))

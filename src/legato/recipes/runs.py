@@ -25,14 +25,7 @@ from legato.parallel.world import World
 from legato.recipes.data import RunData, build_run_data
 from legato.recipes.facts import introduce, start_facts
 from legato.recipes.memory import check_memory, estimate_memory, free_memory
-from legato.recipes.parts import (
-    RunParts,
-    build_parts,
-    keep_policy,
-    save_policy,
-    step_set,
-    watched_metric,
-)
+from legato.recipes.parts import RunParts, build_parts, watched_metric
 from legato.recipes.plan import (
     check_changes,
     nothing_left,
@@ -43,6 +36,7 @@ from legato.recipes.plan import (
     read_state,
     say_new_rate,
 )
+from legato.recipes.policies import keep_policy, save_policy, step_set
 from legato.recipes.ranks import (
     check_local_problems,
     check_mesh,

@@ -48,6 +48,7 @@ class StartFacts:
         free_bytes: Free disk at ``output_dir``; None where the storage can't tell.
         resumes_from: Folder that the run continues from; None for a fresh start.
         resume_step: Step of that folder.
+        advice: Warnings about what goes ahead all the same; not a part of the block.
     """
 
     config_name: str
@@ -85,6 +86,7 @@ class StartFacts:
     free_bytes: int | None
     resumes_from: str | None = None
     resume_step: int = 0
+    advice: tuple[str, ...] = ()
 
 
 def start_block(facts: StartFacts) -> str:

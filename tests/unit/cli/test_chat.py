@@ -109,7 +109,7 @@ def test_a_turn_that_was_stopped_or_failed_is_forgotten(
 def expected_answer(folder: Path, *turns: str) -> str:
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
-    return generate_batch(*load_for_generation(folder), [messages], max_new_tokens=9)[0]
+    return generate_batch(*load_for_generation(folder), [messages], max_new_tokens=9)[0].text
 
 
 def test_ask_answers_one_question_on_standard_output(

@@ -52,6 +52,27 @@ def damage(path: Path) -> None:
     path.write_bytes(content)
 
 
+def test_looking_at_steps_and_tidying_them_takes_no_torch(run: Path) -> None:
+    lines = [
+        ["ls", str(run)],
+        ["show", str(run / "step_1")],
+        ["verify", str(run)],
+        ["pin", str(run / "step_1")],
+        ["unpin", str(run / "step_1")],
+        ["prune", str(run)],
+        ["rm", "--yes", str(run / "step_4")],
+    ]
+    code = (
+        "import sys; from legato.cli.main import main; "
+        f"codes = [main(['ckpt', *line]) for line in {lines!r}]; "
+        "sys.exit(f'{codes}, torch: {\"torch\" in sys.modules}' "
+        "if any(codes) or 'torch' in sys.modules else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert steps_in(run) == ["step_2"]
+
+
 def test_ls_lists_steps_by_number(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "step_4" / "model.safetensors").write_bytes(b"short")
     assert main(["ckpt", "ls", str(run)]) == 0

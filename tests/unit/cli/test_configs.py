@@ -51,6 +51,18 @@ def test_cat_of_an_unknown_name_suggests_one(capsys: pytest.CaptureFixture[str])
     assert hint in capsys.readouterr().err
 
 
+def test_cat_of_a_recipe_lists_the_configs_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cat", "lora_finetune_single_device"]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == (
+        "error: lora_finetune_single_device: is a recipe, expected a config. Its configs:"
+    )
+    assert f"  {NAME}" in told
+    assert told[-1] == (
+        "`legato cp lora_finetune_single_device my.py` makes a script of the recipe itself."
+    )
+
+
 def test_a_copy_is_the_same_config_and_names_the_schema_by_its_place() -> None:
     assert main(["cp", NAME, "my.yaml"]) == 0
     text = Path("my.yaml").read_text(encoding="utf-8")

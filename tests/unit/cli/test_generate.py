@@ -17,7 +17,8 @@ def run(folder: Path, prompts: Path, output: Path, *options: str) -> int:
 
 
 def answers_to(folder: Path, prompts: list[Any]) -> list[str]:
-    return generate_batch(*load_for_generation(folder), prompts, max_new_tokens=7)
+    made = generate_batch(*load_for_generation(folder), prompts, max_new_tokens=7)
+    return [answer.text for answer in made]
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:
@@ -29,16 +30,23 @@ def user(text: str) -> list[dict[str, str]]:
 
 
 def test_each_line_of_a_text_is_asked_and_the_answers_keep_its_order(
-    tiny_model_dir: Path, tmp_path: Path
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "p.txt").write_text("seven ropes to Kyoto\n\ntwo\nlamps\n")
     assert run(tiny_model_dir, tmp_path / "p.txt", tmp_path / "a.jsonl", "--batch-size", "2") == 0
     prompts = [user("seven ropes to Kyoto"), user("two"), user("lamps")]
     expected = answers_to(tiny_model_dir, prompts)
     assert rows_of(tmp_path / "a.jsonl") == [
-        {"sample_id": f"p.txt:{line}", "prompt": prompt, "answer": answer}
+        {
+            "sample_id": f"p.txt:{line}",
+            "prompt": prompt,
+            "answer": answer,
+            "finish_reason": "length",
+        }
         for line, prompt, answer in zip([1, 3, 4], prompts, expected, strict=True)
     ]
+    said = capsys.readouterr().out
+    assert said == f"3 answers are in {tmp_path / 'a.jsonl'}; 3 of them were cut at 7 tokens\n"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "p.txt"]
 
 
@@ -76,6 +84,7 @@ def test_raw_continues_texts_as_they_stand(tmp_path: Path) -> None:
             "sample_id": "p.jsonl:1",
             "prompt": "two mugs",
             "answer": answers_to(folder, ["two mugs"])[0],
+            "finish_reason": "length",
         }
     ]
 

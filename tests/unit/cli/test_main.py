@@ -69,6 +69,16 @@ def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str
     assert len(shown.splitlines()) > 4
 
 
+@pytest.mark.parametrize("group", [[], ["data"], ["ckpt"]], ids=" ".join)
+def test_no_verbs_line_is_cut_in_80_columns(
+    group: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*group, "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines[1:] if line.endswith(("...", "\u2026"))] == []
+
+
 @pytest.mark.parametrize(
     ("words", "heavy"),
     [

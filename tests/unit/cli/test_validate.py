@@ -35,6 +35,57 @@ def test_a_valid_config_says_what_it_does(
     assert main(["validate", NAME, *words]) == 0
     assert capsys.readouterr().out == (
         f"{NAME} is valid: full_finetune_single_device of {tiny_model_dir} on a.jsonl into out/x\n"
+        "checked: keys, values, combinations, and that paths are there. Data and model weren't "
+        "read: --full does all that a run does before step 1\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [NAME, "epochs=2"],
+        ["--config", NAME, "epochs=2"],
+        ["--config", NAME, "full_finetune_single_device", "epochs=2"],
+        ["epochs=2", "--config", NAME],
+    ],
+)
+def test_the_config_may_stand_where_it_stands_for_run(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["validate", *words]) == 0
+    assert f"{NAME} is valid" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", ["validate", "data show"])
+def test_a_missing_config_is_told_with_the_form(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*verb.split(), "epochs=2"]) == 2
+    assert capsys.readouterr().err.startswith(
+        f"error: the config is missing. Say: legato {verb} CONFIG [key=value ...]."
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "typed", "meant"),
+    [
+        (["epochs", "=", "5"], "epochs = 5", "epochs=5"),
+        (["epochs=", "5"], "epochs= 5", "epochs=5"),
+        (["epochs", "=5"], "epochs =5", "epochs=5"),
+        (["batch_size=2", "optimizer.lr", "=", "1e-4"], "optimizer.lr = 1e-4", "optimizer.lr=1e-4"),
+        (["epochs", "="], "epochs =", "epochs="),
+    ],
+)
+def test_spaces_around_the_equals_sign_are_told(words: list[str], typed: str, meant: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        split_words(words)
+    assert str(caught.value) == f"{typed}: write {meant}, without spaces around ="
+
+
+def test_an_empty_value_is_one() -> None:
+    assert split_words(["lora_target_modules=", "epochs=2"]) == (
+        None,
+        ["lora_target_modules=", "epochs=2"],
     )
 
 
@@ -71,9 +122,12 @@ def test_everything_that_is_not_there_is_told_at_once(capsys: pytest.CaptureFixt
     assert told.splitlines() == [
         "error: 7 problems",
         "  command line: model: ./nowhere: there is no such folder.",
-        "  command line: datasets.0.path: b.jsonl: no such file or folder",
-        "  command line: datasets.1.path: no file matches data/*.json",
-        "  command line: datasets.2.path: ./no_folder: no such file or folder",
+        f"  command line: datasets.0.path: b.jsonl: no such file or folder; looked for "
+        f"{Path.cwd()}/b.jsonl, as relative paths start at the current folder",
+        f"  command line: datasets.1.path: no file matches data/*.json; looked for "
+        f"{Path.cwd()}/data/*.json, as relative paths start at the current folder",
+        f"  command line: datasets.2.path: ./no_folder: no such file or folder; looked for "
+        f"{Path.cwd()}/no_folder, as relative paths start at the current folder",
         "  command line: chat_template: t.jinja: expected auto, alpaca, chatml or a file",
         "  command line: resume_from_checkpoint: out/step_5: no such folder",
         f"  command line: output_dir: {Path('file').absolute()} is a file",

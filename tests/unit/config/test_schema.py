@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from legato.config.aliases import ADVICE, ALIASES
-from legato.config.explain import key_at, schema_keys
+from legato.config.explain import Key, key_at, schema_keys
+from legato.config.load import validate
 
 # The table of the plan of record, by top-level key.
 ON_RESUME = {
@@ -54,6 +57,35 @@ def test_every_count_has_a_unit(key) -> None:  # type: ignore[no-untyped-def]
     counts = ("_steps", "_seconds", "_tokens", "_len", "_size", "epochs", "batch_size", "_epoch")
     if key.path[-1].endswith(counts) and key.path[-1] != "val_set_size":
         assert key.unit is not None
+
+
+FLOATS = [key for key in schema_keys() if "float" in str(key.field.annotation)]
+
+
+def test_the_floats_of_a_config_are_all_looked_at() -> None:
+    assert {"lora_alpha", "optimizer.betas", "datasets.*.weight"} <= {key.name for key in FLOATS}
+    assert len(FLOATS) == 14
+
+
+@pytest.mark.parametrize("key", FLOATS, ids=lambda key: key.name)
+@pytest.mark.parametrize("number", ["inf", "nan", "-inf", math.inf])
+def test_no_number_is_infinite_or_nan(key: Key, number: object) -> None:
+    value: object = [number, 0.9] if key.path[-1] == "betas" else number
+    for part in reversed(key.path):
+        value = [value] if part == "*" else {part: value}
+    config, problems = validate(value)  # type: ignore[arg-type]
+    ours = [p for p in problems if ".".join(map(str, p.path)).startswith(key.path[0])]
+    assert config is None
+    assert any("expected a finite number" in p.message for p in ours), problems
+
+
+@pytest.mark.parametrize(("weight", "bound"), [(1e12, "most 1000"), (1e-12, "least 1e-06")])
+def test_a_weight_that_repeats_or_leaves_out_everything_is_refused(
+    weight: float, bound: str
+) -> None:
+    _, problems = validate({"datasets": [{"path": "a.jsonl", "weight": weight}]})
+    told = [p.message for p in problems if p.path == ("datasets", 0, "weight")]
+    assert told == [f"expected a number of at {bound}, found {weight}"]
 
 
 def test_nested_keys_are_found_by_their_place() -> None:

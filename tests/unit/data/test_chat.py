@@ -250,6 +250,43 @@ def test_a_template_from_which_the_answer_cannot_be_told_is_an_error(
         ChatFormatter(tokenizer).format([example(*TWO_TURNS[:2])])
 
 
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "OverflowError: Range too big"),
+        ("{{ 1 // (messages | length - 2) }}", "ZeroDivisionError: "),
+        ("{{ messages[0].content.nothing() }}", "has no attribute 'nothing'"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError: maximum recursion"),
+    ],
+)
+def test_whatever_a_template_raises_names_the_row(template: str, message: str) -> None:
+    tokenizer = tiny.build_tokenizer(template)
+    with pytest.raises(
+        DataError, match=rf"^data/chats.jsonl:1: the chat template refuses .*: .*{message}"
+    ):
+        ChatFormatter(tokenizer).format([example(*TWO_TURNS[:2])])
+
+
+def test_a_template_that_cannot_even_be_read_is_a_config_error() -> None:
+    tokenizer = tiny.build_tokenizer("{{ " + "(" * 5000 + " }}")
+    with pytest.raises(ConfigError, match=r"^chat_template: auto: can't be used: RecursionError"):
+        ChatFormatter(tokenizer)
+
+
+def test_a_token_that_the_model_has_no_row_for_is_an_error_with_the_row_that_holds_it() -> None:
+    tokenizer = tiny.build_tokenizer()
+    tokenizer.add_tokens(["<picture>"])
+    made = ChatFormatter(tokenizer, vocab_size=len(tokenizer) - 1)
+    assert made.format([example(*TWO_TURNS)])  # knowing a token does no harm
+    question = Message("user", "What is on <picture>?")
+    with pytest.raises(
+        DataError,
+        match=r"^data/chats.jsonl:1: the tokenizer makes the token '<picture>' \(id 259\), and the "
+        r"model has 259, ids 0 to 258\.",
+    ):
+        made.format([example(question, TWO_TURNS[1])])
+
+
 def test_a_conversation_that_begins_with_the_answer_is_an_error() -> None:
     with pytest.raises(DataError, match="message 1 is the assistant's"):
         marked("chatml", *TWO_TURNS[1:])
