@@ -50,9 +50,10 @@ is the value) and `'~key'` removes one. `${key}` stands for another key's value.
 - `dataset: FILE`, `dataset.path=` and `dataset.type=` replace the list `datasets` by one entry.
 - Other spellings that people know are taken too; they stand in brackets.
 
-*On resume* says what happens when a run goes on with another value: **refuse** is an error
-(`--accept-changes` makes it a warning), **warn** is said and followed, **free** may change at any
-time. `batch_size` and `gradient_accumulation_steps` are refused only if their product changes.
+*On resume* says what happens when a run goes on with another value: **fixed** is an error, as
+the checkpoints hold other tensors; **refuse** is an error that `--accept-changes` makes a warning;
+**warn** is said and followed; **free** may change at any time. `batch_size` and
+`gradient_accumulation_steps` are refused only if their product changes.
 """
 
 TABLE_HEAD = "| key | type | default | on resume | meaning |\n| --- | --- | --- | --- | --- |"

@@ -129,6 +129,28 @@ def test_a_changed_field_that_a_run_cannot_change_is_refused_with_both_values(
     assert steps_in(tmp_path / "out") == [1, 2]
 
 
+def test_a_field_that_decides_the_tensors_of_a_checkpoint_is_not_offered_to_be_accepted(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path, model=tiny_model_dir, recipe=RECIPES[1])
+    assert legato("run", "--config", config, "max_steps=1") == 0
+    changed = ["run", "--config", config, "max_steps=2", "lora_rank=8", "lora_alpha=16"]
+    end = (
+        "\nPut these back, or train anew with another output_dir (or resume_from_checkpoint=false "
+        "and --start-over). --accept-changes can't help: a checkpoint's tensors are as they were "
+        "with the old lora_rank.\n"
+    )
+    for flags, listed in (
+        ([], "  lora_rank: was 4, now 8\n  lora_alpha: was 8.0, now 16.0"),
+        (["--accept-changes"], "  lora_rank: was 4, now 8"),
+    ):
+        capsys.readouterr()
+        assert legato(*changed, *flags) == 2
+        message = capsys.readouterr().err
+        assert f"holds a run with another config:\n{listed}{end}" in message
+    assert steps_in(tmp_path / "out") == [1]
+
+
 def test_the_same_global_batch_cut_otherwise_is_no_change(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:

@@ -34,9 +34,7 @@ def run(
     ] = False,
     accept_changes: Annotated[
         bool,
-        typer.Option(
-            "--accept-changes", help="Resume although a field changed that a run can't change."
-        ),
+        typer.Option("--accept-changes", help="Resume although config, model or data changed."),
     ] = False,
 ) -> None:
     """Train, or go on where the same command was stopped."""

@@ -17,11 +17,19 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class Change:
-    """One key that has another value than in the run that is resumed."""
+    """Something that is otherwise than in the run that is resumed.
+
+    Attributes:
+        key: The config's key, or what else it is.
+        old: What it was.
+        new: What it is now.
+        is_fixed: Checkpoints would have to hold other tensors, so that nobody can accept it.
+    """
 
     key: str
     old: Any
     new: Any
+    is_fixed: bool = False
 
     def __str__(self) -> str:
         return f"{self.key}: was {_shown(self.old)}, now {_shown(self.new)}"
@@ -70,9 +78,9 @@ def diff_on_resume(
         if name == "recipe" and _method(before[name]) == _method(now[name]):
             continue
         for path, was, value in _differences((name,), before[name], now[name]):
-            change = Change(_dotted(path), was, value)
             on_resume = _on_resume(path)
-            if on_resume == "refuse":
+            change = Change(_dotted(path), was, value, is_fixed=on_resume == "fixed")
+            if on_resume in ("fixed", "refuse"):
                 refused.append(change)
             elif on_resume == "warn":
                 warned.append(change)

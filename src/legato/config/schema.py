@@ -61,7 +61,7 @@ class RunConfig(Section):
         "lora_finetune_single_device",
         "full_finetune_distributed",
         "lora_finetune_distributed",
-    ] = key(..., "Which training to do.", on_resume="refuse")
+    ] = key(..., "Which training to do.", on_resume="fixed")
     model: str = key(
         ...,
         "Hub id, model folder or step folder; a relative path starts at the current folder.",
@@ -78,12 +78,12 @@ class RunConfig(Section):
         False, "Run Python code that comes with the model.", on_resume="free"
     )
     dtype: Literal["bf16", "fp32"] = key(
-        "bf16", "Compute dtype and dtype of the model files.", on_resume="refuse"
+        "bf16", "Compute dtype and dtype of the model files.", on_resume="fixed"
     )
     master_weights: Literal["fp32", "none"] = key(
         "fp32",
         "With dtype bf16: keep an fp32 copy for the optimizer, or none and round stochastically.",
-        on_resume="refuse",
+        on_resume="fixed",
     )
     device: str = key(
         "auto",
@@ -214,21 +214,21 @@ class RunConfig(Section):
     )
 
     # -- LoRA
-    lora_rank: int = key(16, "Width of the update.", on_resume="refuse", unit="features", ge=1)
+    lora_rank: int = key(16, "Width of the update.", on_resume="fixed", unit="features", ge=1)
     lora_alpha: float = key(
         32, "Strength: the update is scaled by alpha / rank.", on_resume="refuse", gt=0
     )
     lora_dropout: float = key(0.0, "Dropout on the update's input.", on_resume="refuse", ge=0, lt=1)
     lora_target_modules: TargetModules = key(
-        "all-linear", "Names of the layers that get an update.", on_resume="refuse"
+        "all-linear", "Names of the layers that get an update.", on_resume="fixed"
     )
     lora_modules_to_save: TextList = key(
         [],
         "Modules that train as a whole beside the adapter and are saved in it: embed_tokens, "
         "lm_head, norms.",
-        on_resume="refuse",
+        on_resume="fixed",
     )
-    use_dora: Switch = key(False, "Weight-decomposed LoRA.", on_resume="refuse")
+    use_dora: Switch = key(False, "Weight-decomposed LoRA.", on_resume="fixed")
     use_rslora: Switch = key(False, "Scale by alpha / sqrt(rank) instead.", on_resume="refuse")
     quantize_base: Literal["none", "nf4"] = key(
         "none",

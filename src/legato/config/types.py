@@ -11,8 +11,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
-OnResume = Literal["refuse", "warn", "free", "-"]
-"""What another value does to a resumed run: an error, a line, nothing; "-": it names the run."""
+OnResume = Literal["fixed", "refuse", "warn", "free", "-"]
+"""What another value does to a resumed run: an error, one that can be accepted, a line, nothing.
+
+``fixed`` keys decide which tensors a checkpoint holds. "-": the key names the run.
+"""
 
 _TRUE_WORDS = frozenset({"true", "yes", "on"})
 _FALSE_WORDS = frozenset({"false", "no", "off"})

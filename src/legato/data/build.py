@@ -12,7 +12,13 @@ from legato.data.chat import ChatFormatter
 from legato.data.chunks import Account, RowFormatter, row_chunks, settle_type
 from legato.data.formats import DatasetSpec
 from legato.data.order import BEFORE_ALL_EPOCHS, permutation
-from legato.data.samples import DataReport, DatasetReport, SampleColumns, TokenizedData
+from legato.data.samples import (
+    DataReport,
+    DatasetReport,
+    SampleColumns,
+    TokenizedData,
+    samples_digest,
+)
 from legato.data.sources import read_rows
 from legato.data.workers import map_ahead
 from legato.errors import ConfigError
@@ -67,8 +73,13 @@ def build_data(
         rows_before += account.num_rows
         warnings += account.warnings()
         reports.append(account.report())
-    report = DataReport(tuple(reports), notes=formatter.notes, warnings=tuple(warnings))
-    return columns.finish(weights=[spec.weight for spec in specs], report=report)
+    report = DataReport((), notes=formatter.notes, warnings=tuple(warnings))
+    data = columns.finish(weights=[spec.weight for spec in specs], report=report)
+    datasets = tuple(
+        replace(each, digest=samples_digest(data, dataset=number))
+        for number, each in enumerate(reports)
+    )
+    return replace(data, report=replace(report, datasets=datasets))
 
 
 def check_options(

@@ -9,6 +9,7 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from xxhash import xxh3_128
 
 Tokens = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
@@ -80,6 +81,8 @@ class DatasetReport:
         num_loss_tokens: Tokens that the model is trained to produce.
         counts: Sentence -> how many samples it is true of: what was dropped, cut, split, skipped.
         examples: Sentence -> ids of the first few.
+        digest: Of its samples, as :func:`samples_digest` has it; None: of a stream, whose samples
+            nobody has seen to their end.
     """
 
     path: str
@@ -91,6 +94,7 @@ class DatasetReport:
     num_loss_tokens: int
     counts: dict[str, int]
     examples: dict[str, list[str]]
+    digest: str | None = None
 
     def lines(self) -> list[str]:
         """The report as text, one line per fact, the totals first."""
@@ -236,6 +240,26 @@ class TokenizedData:
         """Trained tokens over all samples."""
         before = np.concatenate([[0], np.cumsum(self.trained, dtype=np.int64)])
         return int((before[self.starts + self.lengths] - before[self.starts]).sum())
+
+
+def samples_digest(data: TokenizedData, *, dataset: int = 0) -> str:
+    """What tells one data set's samples from others: every token, the mask, and their order.
+
+    Args:
+        data: Samples as they were read, of which none was left out.
+        dataset: Number of the data set.
+
+    Returns:
+        ``xxh3_128:`` and 32 hexadecimal digits.
+    """
+    chosen = np.flatnonzero(data.datasets == dataset)
+    lengths = data.lengths[chosen]
+    begin = int(data.starts[chosen[0]]) if len(chosen) else 0
+    end = begin + int(lengths.sum())
+    digest = xxh3_128(lengths.tobytes())
+    digest.update(data.tokens[begin:end].data)
+    digest.update(data.trained[begin:end].data)
+    return f"xxh3_128:{digest.hexdigest()}"
 
 
 class SampleColumns:

@@ -29,7 +29,15 @@ from legato.data.dealing import Dealer, StepBatches
 from legato.data.formats import DatasetSpec
 from legato.data.order import permutation
 from legato.data.packing import pack_samples
-from legato.data.samples import DataReport, Indices, Rows, Sample, SampleColumns, TokenizedData
+from legato.data.samples import (
+    DataReport,
+    Indices,
+    Rows,
+    Sample,
+    SampleColumns,
+    TokenizedData,
+    samples_digest,
+)
 from legato.data.sources import BadRow, Row, read_rows
 from legato.data.workers import map_ahead
 from legato.errors import DataError
@@ -45,11 +53,13 @@ class StreamPlace:
         epoch: The pass over the source, from 0.
         first_row: Number of the block's first row in the source, from 0.
         taken: Rows of the block, in its shuffled order, that have been trained on.
+        digest: Of the block's samples; None: in steps of older versions, which had none.
     """
 
     epoch: int
     first_row: int
     taken: int = 0
+    digest: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +225,7 @@ class StreamLoader:
     Attributes:
         global_batch_size: Rows of one optimizer step over all ranks.
         samples: The block that training is in.
+        digest: Of that block's samples.
         steps_per_epoch: None: nobody knows before the end of the stream.
         reads_while_training: True.
 
@@ -278,7 +289,9 @@ class StreamLoader:
             num_rows=len(rows),
             epoch=epoch,
             ends_epoch=self._epoch != epoch,
-            data_place=asdict(StreamPlace(self._epoch, self._first_row, self._taken)),
+            data_place=asdict(
+                StreamPlace(self._epoch, self._first_row, self._taken, digest=self.digest)
+            ),
         )
 
     def first_document(self) -> Sample:
@@ -312,7 +325,7 @@ class StreamLoader:
         for chunk in block.chunks:
             self._account.add(chunk)
         self._epoch, self._first_row, self._taken = block.epoch, block.first_row, 0
-        self.samples = block.samples
+        self.samples, self.digest = block.samples, samples_digest(block.samples)
         self._rows: Rows = (
             block.samples
             if self._pack_to is None

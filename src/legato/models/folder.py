@@ -16,6 +16,18 @@ SOURCE_FILE = "legato_source.json"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _STEP_FOLDER = re.compile(r"step_(\d+)")
+# As transformers' tokenizers write and read them. A file chat_template.jinja isn't among them.
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "vocab*",
+    "*.model",
+    "*.tiktoken",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+)
+# Keys of a config.json that say who wrote it, not what the model is.
+_WRITERS_NOTES = ("transformers_version", "_name_or_path")
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py"]
 
 
@@ -236,6 +248,51 @@ def _read_json(file: Path, *, error: type[LegatoError] = ModelError) -> Any:
         return json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError) as cause:
         raise error(f"{file}: can't be read as JSON ({cause}).", path=str(file)) from cause
+
+
+def tokenizer_digest(path: Path) -> str:
+    """What tells a folder's tokenizer from others: the bytes of its files, without the template.
+
+    Args:
+        path: The model folder.
+
+    Returns:
+        ``xxh3_128:`` and 32 hexadecimal digits.
+
+    Raises:
+        ModelError: Its tokenizer_config.json isn't JSON.
+    """
+    from xxhash import xxh3_128
+
+    digest = xxh3_128()
+    found = {each for pattern in _TOKENIZER_FILES for each in path.glob(pattern)}
+    for file in sorted(each for each in found if each.is_file()):
+        content = file.read_bytes()
+        if file.name == "tokenizer_config.json":
+            values = _read_json(file)
+            values.pop("chat_template", None)
+            content = json.dumps(values, sort_keys=True).encode()
+        digest.update(f"{file.name}:{len(content)}\n".encode())
+        digest.update(content)
+    return f"xxh3_128:{digest.hexdigest()}"
+
+
+def config_digest(path: Path) -> str:
+    """What tells a model's config.json from others, however it is laid out.
+
+    Args:
+        path: The model folder.
+
+    Returns:
+        ``xxh3_128:`` and 32 hexadecimal digits.
+
+    Raises:
+        ModelError: There is none that can be read.
+    """
+    from xxhash import xxh3_128_hexdigest
+
+    values = {k: v for k, v in read_config(path).items() if k not in _WRITERS_NOTES}
+    return f"xxh3_128:{xxh3_128_hexdigest(json.dumps(values, sort_keys=True).encode())}"
 
 
 def weights_digest(files: tuple[Path, ...]) -> str:

@@ -20,6 +20,7 @@ from legato.data.stream import StreamLoader
 from legato.errors import DataError
 from legato.models.facts import model_facts
 from legato.parallel.world import World
+from legato.recipes.inputs import Inputs, find_inputs
 from legato.recipes.reading import Reading, open_stream, plan_reading, read_all
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class RunData:
         tokenizer: Theirs.
         chat_template: The template that made them.
         max_seq_len: Longest sample that was let in, in tokens.
+        inputs: What tells the model and the data files from others.
         packed: The rows that all training samples are packed into; None: each is a row, or a stream
             packs them while training.
     """
@@ -71,6 +73,7 @@ class RunData:
     tokenizer: PreTrainedTokenizerBase
     chat_template: str
     max_seq_len: int
+    inputs: Inputs
     packed: PackedData | None = None
 
 
@@ -160,6 +163,7 @@ def build_run_data(
         tokenizer=reading.tokenizer,
         chat_template=reading.formatter.chat_template,
         max_seq_len=reading.max_seq_len,
+        inputs=_inputs(config, reading, train, held_out),
         packed=rows if isinstance(rows, PackedData) else None,
     )
 
@@ -192,6 +196,18 @@ def _stream_data(
         tokenizer=reading.tokenizer,
         chat_template=reading.formatter.chat_template,
         max_seq_len=reading.max_seq_len,
+        inputs=_inputs(config, reading, loader.samples, held_out),
+    )
+
+
+def _inputs(
+    config: RunConfig, reading: Reading, train: TokenizedData, held_out: TokenizedData | None
+) -> Inputs:
+    return find_inputs(
+        config,
+        chat_template=reading.formatter.chat_template,
+        data=train.report,
+        held_out=held_out.report if held_out is not None else None,
     )
 
 

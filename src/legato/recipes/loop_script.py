@@ -13,6 +13,7 @@ from datetime import date
 from legato import load_config
 from legato.parallel.world import World
 from legato.recipes.data import build_run_data
+from legato.recipes.inputs import check_inputs
 from legato.recipes.parts import build_parts
 from legato.recipes.plan import plan_global_batch, plan_total_steps, rate_of
 from legato.recipes.runs import open_checkpointer
@@ -43,11 +44,14 @@ def main(config_file: str, *overrides: str) -> None:
             data_place=state.data_place,
         )
         parts = build_parts(config, data, world=world, state=state)
+        if checkpointer.source is not None:
+            check_inputs(state, config, data, accept=False)
         checkpointer.restore(parts.saved)
 
         values, model = config.model_dump(mode="json"), parts.model
         total_steps = plan_total_steps(config, data.loader.steps_per_epoch)
         state.facts |= {"config": values, "total_steps": total_steps, "global_batch_size": rows}
+        state.facts["inputs"] = data.inputs
         learning_rate = rate_of(values, total_steps=total_steps)
         for step in range(state.step + 1, total_steps + 1):
             fetched = data.loader.fetch(step)

@@ -17,6 +17,8 @@ from legato.train.state import TrainState
 
 logger = logging.getLogger(__name__)
 
+_NO_HELP = " --accept-changes can't help: a checkpoint's tensors are as they were with the old %s."
+
 
 def plan_global_batch(config: RunConfig, facts: Mapping[str, Any], *, world_size: int) -> int:
     """Rows of one optimizer step over all ranks. They belong to the run, not to its processes.
@@ -78,7 +80,7 @@ def check_changes(
         facts: What the checkpoint has of the run: its config as JSON, its global batch.
         config: The one that is to go on.
         world_size: Number of processes now.
-        accept: Only warn of what a run can't change.
+        accept: Only warn of what a run shouldn't change; what it can't change stays an error.
 
     Raises:
         ResumeError: A field changed that a run can't change; ``.changes``.
@@ -93,16 +95,20 @@ def check_changes(
         logger.warning("changed since the checkpoint: %s", change)
     if not refused:
         return
-    if accept:
+    fixed = [change for change in refused if change.is_fixed]
+    if accept and not fixed:
         for change in refused:
             logger.warning("changed since the checkpoint, accepted: %s", change)
         return
+    listed = fixed if accept else refused
     raise ResumeError(
         f"{config.output_dir} holds a run with another config:\n  "
-        + "\n  ".join(str(change) for change in refused)
-        + "\nPut these back, add --accept-changes to go on all the same, or train anew with "
-        "another output_dir (or resume_from_checkpoint=false and --start-over).",
-        changes=[str(change) for change in refused],
+        + "\n  ".join(str(change) for change in listed)
+        + "\nPut these back, "
+        + ("" if fixed else "add --accept-changes to go on all the same, ")
+        + "or train anew with another output_dir (or resume_from_checkpoint=false and "
+        "--start-over)." + (_NO_HELP % ", ".join(change.key for change in fixed) if fixed else ""),
+        changes=[str(change) for change in listed],
     )
 
 

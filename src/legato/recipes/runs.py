@@ -18,12 +18,13 @@ from legato.config.schema import RunConfig
 from legato.data.dealing import BatchSource
 from legato.data.prefetch import Prefetcher
 from legato.data.stream import StreamLoader
-from legato.errors import ConfigError, StopRequested
+from legato.errors import StopRequested
 from legato.models.compile import CompileClock
 from legato.parallel.placement import find_placement
 from legato.parallel.world import World
 from legato.recipes.data import RunData, build_run_data
-from legato.recipes.facts import introduce, start_facts
+from legato.recipes.facts import introduce, refuse_full_disk, start_facts
+from legato.recipes.inputs import check_inputs, check_same_inputs
 from legato.recipes.memory import check_memory, estimate_memory, free_memory
 from legato.recipes.parts import RunParts, build_parts, watched_metric
 from legato.recipes.plan import (
@@ -48,7 +49,7 @@ from legato.report.loggers import RunFacts, build_loggers
 from legato.report.metrics import MetricsLog
 from legato.report.progress import Progress
 from legato.report.report import RunReport, SilentReport
-from legato.report.start import StartFacts, human_bytes
+from legato.report.start import StartFacts
 from legato.train.state import TrainState
 from legato.train.trainer import Intervals, Reporter, Trainer
 
@@ -145,6 +146,8 @@ def _run(
     global_batch = plan_global_batch(config, state.facts, world_size=world.world_size)
     data = _build_data(config, state, global_batch=global_batch, world=world)
     with closing(data.loader):
+        if checkpointer.source is not None:
+            check_inputs(state, config, data, accept=accept_changes)
         return _run_on(
             config,
             checkpointer,
@@ -182,6 +185,7 @@ def _run_on(
         "config": config.model_dump(mode="json"),
         "total_steps": total_steps,
         "global_batch_size": data.loader.global_batch_size,
+        "inputs": data.inputs,
     }
     checkpointer.check_space(parts.saved, planned_saves=num_saves(config, state, last_step))
     facts = start_facts(
@@ -236,12 +240,7 @@ def preflight(config: RunConfig, *, config_name: str) -> StartFacts:
                 ),
             )
             introduce(facts, data)
-    if facts.free_bytes is not None and facts.free_bytes < facts.checkpoint_bytes:
-        raise ConfigError(
-            f"output_dir: {config.output_dir} has {human_bytes(facts.free_bytes)} free, one "
-            f"checkpoint takes {human_bytes(facts.checkpoint_bytes)}. Free some space, or choose "
-            "another output_dir."
-        )
+    refuse_full_disk(facts)
     return facts
 
 
@@ -261,6 +260,7 @@ def _build_data(
         )
     )
     check_same_data(data.train, world=world)
+    check_same_inputs(data.inputs, world=world)
     return data
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from xxhash import xxh3_128_hexdigest
 
 from legato.data import ChatFormatter, DatasetSpec, TokenizedData, build_data, split_validation
 from legato.data.sources import BadRow, read_rows
@@ -93,6 +94,33 @@ def test_data_sets_are_read_in_order_and_their_rows_told_apart(tmp_path: Path) -
     assert data.weights == (2, 1.0)
     assert data[2].sample_id == "b.jsonl:1"
     assert [r.detected for r in data.report.datasets] == [True, False]
+
+
+def test_a_data_set_is_told_from_others_by_its_tokens_mask_and_order(tmp_path: Path) -> None:
+    rows = [("Hi", "Ho"), ("Hi", "Hello")]
+    first, second = write(tmp_path / "a.jsonl", *rows), write(tmp_path / "b.jsonl", rows[0])
+    formatter = ChatFormatter(tiny.build_tokenizer())
+
+    def digests(*paths: str, formatter: ChatFormatter = formatter) -> list[str | None]:
+        specs = [DatasetSpec(path) for path in paths]
+        data = build_data(specs, formatter=formatter, max_seq_len=512)
+        return [each.digest for each in data.report.datasets]
+
+    a, b = digests(first, second)
+    # Wherever it stands among others, and however its file is called.
+    assert digests(second, first) == [b, a]
+    assert digests(write(tmp_path / "c.jsonl", *rows)) == [a]
+    data = build(second)
+    assert data.lengths.dtype == np.int64
+    columns = data.lengths.tobytes() + data.tokens.tobytes() + data.trained.tobytes()
+    assert b == f"xxh3_128:{xxh3_128_hexdigest(columns)}"
+    others = [
+        *digests(write(tmp_path / "c.jsonl", *reversed(rows))),
+        *digests(write(tmp_path / "c.jsonl", rows[0], ("Hi", "Hallo"))),
+        *digests(write(tmp_path / "c.jsonl", *rows, rows[0])),
+        *digests(first, formatter=ChatFormatter(tiny.build_tokenizer(), train_on_inputs=True)),
+    ]
+    assert len({a, *others}) == 5
 
 
 def test_one_untrained_sample_in_a_hundred_is_no_warning(tmp_path: Path) -> None:

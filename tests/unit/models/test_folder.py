@@ -10,7 +10,14 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from safetensors.torch import load_file, save_file
 
 from legato.errors import FolderFormatError, ModelError, ModelNotFoundError
-from legato.models.folder import find_model, read_config, weight_files, weights_digest
+from legato.models.folder import (
+    config_digest,
+    find_model,
+    read_config,
+    tokenizer_digest,
+    weight_files,
+    weights_digest,
+)
 
 
 @pytest.fixture
@@ -186,3 +193,29 @@ def test_the_digest_tells_another_dtype(folder: Path) -> None:
     file = folder / "model.safetensors"
     save_file({n: t.to(torch.bfloat16) for n, t in load_file(file).items()}, file)
     assert weights_digest(weight_files(folder)) != first
+
+
+def edit(file: Path, **changes: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def test_a_tokenizer_is_told_by_its_files_wherever_the_template_lies(folder: Path) -> None:
+    first = tokenizer_digest(folder)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    edit(folder / "tokenizer_config.json", chat_template="{{ messages }}")
+    edit(folder / "generation_config.json", temperature=0.5)
+    assert tokenizer_digest(folder) == first
+    edit(folder / "tokenizer_config.json", eos_token="<|endoftext|>")
+    second = tokenizer_digest(folder)
+    edit(folder / "tokenizer.json", truncation={"max_length": 8})
+    third = tokenizer_digest(folder)
+    (folder / "added_tokens.json").write_text("{}")
+    assert len({first, second, third, tokenizer_digest(folder)}) == 4
+
+
+def test_a_config_is_told_by_its_values_whoever_wrote_them(folder: Path) -> None:
+    first = config_digest(folder)
+    edit(folder / "config.json", transformers_version="6.0.0", _name_or_path="elsewhere")
+    assert config_digest(folder) == first
+    edit(folder / "config.json", rms_norm_eps=1e-3)
+    assert config_digest(folder) != first

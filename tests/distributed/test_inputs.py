@@ -1,0 +1,57 @@
+"""All ranks go on over the same things, or none does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from legato.errors import ConfigError
+from legato.parallel.world import World
+from legato.recipes.inputs import check_same_inputs
+from tests.helpers import spawn
+from tests.helpers.launches import Launched
+from tests.helpers.runs import legato, steps_in, write_config
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+def stands_on(rank: int, digests: list[str]) -> str | None:
+    """A rank whose host has a tokenizer of its own; the rest is alike."""
+    inputs = {
+        "base_weights": {"path": "org/base", "bytes": 2048, "digest": "xxh3_128:00aa"},
+        "tokenizer": {"path": "org/base", "digest": digests[rank]},
+    }
+    with World.join("cpu", distributed=True, environment={}) as world:
+        try:
+            check_same_inputs(inputs, world=world)
+        except ConfigError as error:
+            return str(error)
+    return None
+
+
+def test_ranks_whose_hosts_have_other_files_are_told_apart() -> None:
+    said = spawn.run(stands_on, 2, ["xxh3_128:01bb", "xxh3_128:02cc"])
+    assert (
+        said
+        == [
+            "the ranks have different files; give them the same ones\n"
+            "tokenizer (org/base): xxh3_128:01bb on rank 0, xxh3_128:02cc on rank 1"
+        ]
+        * 2
+    )
+    assert spawn.run(stands_on, 2, ["xxh3_128:01bb"] * 2) == [None, None]
+
+
+def test_several_ranks_refuse_together_what_was_swapped(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    config = write_config(tmp_path, model=tiny_model_dir, recipe="lora_finetune_single_device")
+    assert legato("run", "--config", config, "stop_after_step=1") == 0
+    data = tmp_path / "orders.jsonl"
+    data.write_text(data.read_text().replace("Kyoto", "Tokyo", 1))
+    code, output = Launched(config, "recipe=lora_finetune_distributed").end()
+    assert code == 2
+    assert output.count("holds a run that was trained on other things") == 1
+    assert f"datasets.0 ({data}): was 10 rows, 10 samples, xxh3_128:" in output
+    assert steps_in(tmp_path / "out") == [1]

@@ -1,0 +1,208 @@
+"""What lies under a config's names is what the run was trained on, or it says so."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from contextlib import closing
+from datetime import date
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from legato import load_config
+from legato.parallel.world import World
+from legato.recipes.data import build_run_data
+from legato.recipes.inputs import check_inputs
+from legato.train.state import TrainState
+from tests.helpers import tiny
+from tests.helpers.runs import RECIPES, legato, losses, steps_in, write_config
+
+FULL, LORA = RECIPES
+
+
+def inputs_of(step: Path) -> dict[str, dict[str, object]]:
+    stored = json.loads((step / "state/trainer.json").read_text())["parts"]["trainer"]
+    return dict(stored["facts"]["inputs"])
+
+
+def other_weights(model: Path, data: Path) -> None:
+    """The same names and shapes, as another fine-tune of the model has."""
+    file = model / "model.safetensors"
+    weights = {name: tensor * 1.01 for name, tensor in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def other_config(model: Path, data: Path) -> None:
+    """The same shapes computed with otherwise."""
+    values = json.loads((model / "config.json").read_text())
+    values["rms_norm_eps"] = 1e-3
+    (model / "config.json").write_text(json.dumps(values))
+
+
+def other_template(model: Path, data: Path) -> None:
+    template = model / "chat_template.jinja"
+    template.write_text(template.read_text().replace("assistant", "robot"))
+
+
+def other_tokenizer(model: Path, data: Path) -> None:
+    """Two tokens have changed places."""
+    values = json.loads((model / "tokenizer.json").read_text())
+    vocab = values["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (model / "tokenizer.json").write_text(json.dumps(values))
+
+
+def edited_row(model: Path, data: Path) -> None:
+    data.write_text(data.read_text().replace("Kyoto", "Tokyo", 1))
+
+
+def appended_row(model: Path, data: Path) -> None:
+    rows = data.read_text().splitlines(keepends=True)
+    data.write_text("".join([*rows, rows[0]]))
+
+
+def inserted_row(model: Path, data: Path) -> None:
+    rows = data.read_text().splitlines(keepends=True)
+    data.write_text("".join([rows[-1], *rows]))
+
+
+def digest(entry: dict[str, object]) -> str:
+    return str(entry["digest"])[:17]
+
+
+def begin(folder: Path, recipe: str, **changes: object) -> tuple[list[object], Path, Path]:
+    """A run of 5 steps that was ended after step 1: its command, its model and its data."""
+    model = tiny.write_model(folder / "model")
+    config = write_config(folder, model=model, recipe=recipe, epochs=None, max_steps=5, **changes)
+    run = ["run", "--config", config]
+    assert legato(*run, "stop_after_step=1") == 0
+    return run, model, folder / "orders.jsonl"
+
+
+Swap = Callable[[Path, Path], None]
+STREAM = {"streaming": True, "shuffle_buffer_size": 4}
+
+REFUSED: list[tuple[str, Swap, dict[str, object], list[str]]] = [
+    (LORA, other_weights, {}, ["base_weights"]),
+    (LORA, other_weights, {"quantize_base": "nf4"}, ["base_weights"]),
+    (FULL, other_config, {}, ["model_config"]),
+    (FULL, other_template, {}, ["chat_template"]),
+    (FULL, other_tokenizer, {"packing": True}, ["tokenizer", "datasets.0"]),
+    (LORA, other_tokenizer, STREAM, ["tokenizer", "datasets.0"]),
+    (LORA, edited_row, {}, ["datasets.0"]),
+    (FULL, appended_row, {}, ["datasets.0"]),
+    (FULL, inserted_row, STREAM, ["datasets.0"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "swap", "changes", "names"),
+    REFUSED,
+    ids=[f"{recipe[:4]}-{swap.__name__}-{'-'.join(more)}" for recipe, swap, more, _ in REFUSED],
+)
+def test_what_was_swapped_under_its_name_is_refused_until_it_is_accepted_and_then_recorded(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    recipe: str,
+    swap: Swap,
+    changes: dict[str, object],
+    names: list[str],
+) -> None:
+    run, model, data = begin(tmp_path, recipe, **changes)
+    out = tmp_path / "out"
+    swap(model, data)
+    capsys.readouterr()
+    assert legato(*run) == 2
+    message = capsys.readouterr().err
+    assert f"error: {out} holds a run that was trained on other things than are there" in message
+    listed = [line.split()[0] for line in message.splitlines() if line.startswith("  ")]
+    assert listed == names
+    assert steps_in(out) == [1]
+    assert legato(*run, "--accept-changes", "stop_after_step=2") == 0
+    said = capsys.readouterr().err
+    assert all(f"changed since the checkpoint, accepted: {name} (" in said for name in names)
+    assert legato(*run) == 0  # and from then on nothing has changed
+    assert "changed since" not in capsys.readouterr().err
+    assert steps_in(out) == [1, 2, 5]
+    assert sorted(losses(out)) == [1, 2, 3, 4, 5]
+
+
+def test_the_message_names_both_bases_and_says_what_accepting_means(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, model, data = begin(tmp_path, LORA)
+    [was] = {digest(inputs_of(tmp_path / "out/step_1")["base_weights"])}
+    num_bytes = (model / "model.safetensors").stat().st_size
+    other_weights(model, data)
+    num_bytes_now = (model / "model.safetensors").stat().st_size
+    note = json.loads((tmp_path / "out/step_1/legato_base.json").read_text())
+    assert note["digest"].startswith(was)
+    capsys.readouterr()
+    assert legato(*run) == 2
+    message = capsys.readouterr().err
+    assert f"  base_weights ({model}): was {num_bytes:,} bytes, {was}, now " in message
+    assert f"now {num_bytes_now:,} bytes, xxh3_128:" in message
+    assert "--accept-changes goes on all the same: the adapter goes on upon weights" in message
+    assert "another output_dir (or resume_from_checkpoint=false and --start-over)" in message
+
+
+def test_what_means_the_same_is_no_change(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Files copied and laid out otherwise; a stream read at the same place."""
+    run, model, data = begin(tmp_path, LORA)
+    values = json.loads((model / "config.json").read_text()) | {"transformers_version": "6.0"}
+    (model / "config.json").write_text(json.dumps(dict(reversed(values.items()))))
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    data.write_text("\n".join(json.dumps(row, indent=None, separators=(",", ":")) for row in rows))
+    capsys.readouterr()
+    assert legato(*run) == 0
+    assert "changed since" not in capsys.readouterr().err
+
+
+def test_weights_that_a_step_holds_itself_may_be_others_where_they_came_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, model, data = begin(tmp_path, FULL)
+    other_weights(model, data)
+    capsys.readouterr()
+    assert legato(*run) == 0
+    assert "changed since" not in capsys.readouterr().err
+
+
+def test_a_stream_may_grow_ahead_and_rows_to_evaluate_on_may_change_aloud(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held_out = tiny.write_orders(tmp_path / "held_out.jsonl", num_rows=3)
+    run, model, data = begin(tmp_path, FULL, **STREAM, eval_datasets=[{"path": str(held_out)}])
+    before = data.stat().st_size
+    appended_row(model, data)
+    edited_row(model, held_out)
+    capsys.readouterr()
+    assert legato(*run) == 0
+    said = capsys.readouterr().err
+    assert (
+        f"changed since the checkpoint: datasets.0 ({data}): was 1 file, {before:,} bytes, "
+        f"now 1 file, {data.stat().st_size:,} bytes" in said
+    )
+    assert f"changed since the checkpoint: eval_datasets.0 ({held_out}): was 3 rows" in said
+
+
+def test_a_step_that_does_not_say_is_gone_on_from_with_one_line(
+    tmp_path: Path, tiny_model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As an older version wrote them."""
+    config = load_config(write_config(tmp_path, model=tiny_model_dir, recipe=LORA)).config
+    state, world = TrainState(facts={"start_date": "2026-01-31"}), World.single("cpu")
+    started = date(2026, 1, 31)
+    data = build_run_data(config, start_date=started, world=world, global_batch_size=4)
+    with closing(data.loader), caplog.at_level(logging.WARNING):
+        check_inputs(state, config, data, accept=False)
+        [line] = caplog.messages
+        assert "doesn't say what its run was trained on" in line
+        state.facts["inputs"] = data.inputs
+        check_inputs(state, config, data, accept=False)
+    assert len(caplog.messages) == 1
