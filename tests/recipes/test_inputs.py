@@ -76,7 +76,8 @@ def digest(entry: dict[str, object]) -> str:
 def begin(folder: Path, recipe: str, **changes: object) -> tuple[list[object], Path, Path]:
     """A run of 5 steps that was ended after step 1: its command, its model and its data."""
     model = tiny.write_model(folder / "model")
-    config = write_config(folder, model=model, recipe=recipe, epochs=None, max_steps=5, **changes)
+    endless = {} if "streaming" in changes else {"epochs": None}
+    config = write_config(folder, model=model, recipe=recipe, max_steps=5, **endless, **changes)
     run = ["run", "--config", config]
     assert legato(*run, "stop_after_step=1") == 0
     return run, model, folder / "orders.jsonl"
@@ -89,7 +90,7 @@ REFUSED: list[tuple[str, Swap, dict[str, object], list[str]]] = [
     (LORA, other_weights, {}, ["base_weights"]),
     (LORA, other_weights, {"quantize_base": "nf4"}, ["base_weights"]),
     (FULL, other_config, {}, ["model_config"]),
-    (FULL, other_template, {}, ["chat_template"]),
+    (FULL, other_template, {}, ["chat_template", "datasets.0"]),
     (FULL, other_tokenizer, {"packing": True}, ["tokenizer", "datasets.0"]),
     (LORA, other_tokenizer, STREAM, ["tokenizer", "datasets.0"]),
     (LORA, edited_row, {}, ["datasets.0"]),
