@@ -35,8 +35,8 @@ def test_a_warm_up_longer_than_the_run_is_told_with_the_highest_rate(
     # Step 3, the last one, is after 2 of 10 steps of growth to 5e-3.
     [told] = advice(tmp_path, tiny_model_dir, FULL, change)
     assert told.startswith(
-        "lr_scheduler.num_warmup_steps: the warm-up of 10 steps is longer than the run, 3 steps: "
-        "the highest learning rate will be 0.001, not 0.005."
+        "lr_scheduler.num_warmup_steps: the warm-up of 10 steps isn't over when the run ends, "
+        "after 3 steps: the highest learning rate will be 0.001, not 0.005. Set fewer"
     )
     config = write_config(tmp_path, model=tiny_model_dir, recipe=FULL)
     assert legato("validate", config, change, "--full") == 0

@@ -89,6 +89,10 @@ class EverySteps(SavePolicy):
         """Whether ``step`` is a multiple of ``interval``."""
         return step > 0 and step % self.interval == 0
 
+    def num_due(self, *, after: int, before: int) -> int:
+        """How many steps between the two, neither included, are due."""
+        return max(0, (before - 1) // self.interval - after // self.interval)
+
     def reason(self, moment: Moment) -> str | None:
         """``interval``."""
         return "interval" if self.due(moment.step) else None
@@ -123,6 +127,19 @@ class LogSchedule(SavePolicy):
                 return (step - point) % self.max_interval == 0
             point += distance
         return point == step
+
+    def num_due(self, *, after: int, before: int) -> int:
+        """How many steps between the two, neither included, are due."""
+        point, count = self.first, 0
+        while point < before:
+            distance = max(1, math.floor(point * self.factor) - point)
+            if distance >= self.max_interval:  # from here on they are equally far apart
+                start = max(point - 1, after)
+                last, passed = ((step - point) // self.max_interval for step in (before - 1, start))
+                return count + max(0, last - passed)
+            count += point > after
+            point += distance
+        return count
 
     def reason(self, moment: Moment) -> str | None:
         """``schedule``."""

@@ -16,6 +16,10 @@ import typer
 from legato.errors import ConfigError, LegatoError, StopRequested
 
 INTERRUPTED = 130
+LESS_MEMORY = (
+    "A run takes less with a smaller batch_size (more gradient_accumulation_steps keep its updates "
+    "as they are), a smaller max_seq_len or enable_activation_checkpointing=true: docs/memory.md."
+)
 
 
 def run_app(build_app: Callable[[], typer.Typer], words: Sequence[str], *, debug: bool) -> int:
@@ -62,8 +66,18 @@ def _end(error: BaseException) -> int:
     if isinstance(error, OSError) and error.filename is not None:
         _say(f"{error.filename}: {error.strerror}")
         return 1
+    if _is_out_of_memory(error):
+        _say(f"out of memory: {str(error).strip() or type(error).__name__}\n{LESS_MEMORY}")
+        return 1
     _say(f"{type(error).__name__}: {error}\nThis is a fault in Legato; --debug shows where.")
     return 1
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Told by name and text: torch isn't imported for this, and says it in three ways."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "allocate memory" in str(error)
 
 
 def _message(error: LegatoError) -> str:

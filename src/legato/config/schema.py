@@ -91,7 +91,9 @@ class RunConfig(Section):
         on_resume="free",
         pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$",
     )
-    seed: int = key(0, "Seed of data order, dropout and new weights.", on_resume="refuse", ge=0)
+    seed: int = key(
+        0, "Seed of data order, dropout and new weights.", on_resume="refuse", ge=0, le=2**63 - 1
+    )
 
     # -- data
     datasets: list[DatasetConfig] = key(
@@ -216,7 +218,7 @@ class RunConfig(Section):
     # -- LoRA
     lora_rank: int = key(16, "Width of the update.", on_resume="fixed", unit="features", ge=1)
     lora_alpha: float = key(
-        32, "Strength: the update is scaled by alpha / rank.", on_resume="refuse", gt=0
+        32, "Strength: the update is scaled by alpha / rank.", on_resume="refuse", gt=0, le=1e6
     )
     lora_dropout: float = key(0.0, "Dropout on the update's input.", on_resume="refuse", ge=0, lt=1)
     lora_target_modules: TargetModules = key(

@@ -26,9 +26,9 @@ def advise(config: RunConfig, *, module: nn.Module, total_steps: int) -> list[st
     if 0 < total_steps <= warmup:
         highest = rate_of(config.model_dump(mode="json"), total_steps=total_steps)(total_steps)
         told.append(
-            f"lr_scheduler.num_warmup_steps: the warm-up of {warmup:,} steps is longer than the "
-            f"run, {total_steps:,} steps: the highest learning rate will be {highest:.3g}, not "
-            f"{config.optimizer.lr:.3g}. Set fewer, such as {total_steps // 10}."
+            f"lr_scheduler.num_warmup_steps: the warm-up of {warmup:,} steps isn't over when the "
+            f"run ends, after {total_steps:,} steps: the highest learning rate will be "
+            f"{highest:.3g}, not {config.optimizer.lr:.3g}. Set fewer, such as {total_steps // 10}."
         )
     if is_lora(config) and (found := smallest_layer(module)) and config.lora_rank > found[1]:
         name, width = found

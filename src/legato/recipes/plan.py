@@ -178,4 +178,4 @@ def num_saves(config: RunConfig, state: TrainState, last_step: int) -> int:
     if config.save_every_n_train_steps is None:
         return 1
     steps = step_set(config.save_every_n_train_steps)
-    return 1 + sum(steps.due(step) for step in range(state.step + 1, last_step))
+    return 1 + steps.num_due(after=state.step, before=last_step)

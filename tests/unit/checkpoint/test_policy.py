@@ -117,6 +117,23 @@ def test_a_log_schedule_is_dense_at_first_and_regular_later(
 
 
 @pytest.mark.parametrize(
+    "schedule",
+    [
+        EverySteps(7),
+        SCHEDULE,
+        LogSchedule(10, 2, 50),
+        LogSchedule(1, 1.5, 4),
+        LogSchedule(5, 10, 1),
+    ],
+)
+def test_due_steps_are_counted_without_walking_to_each(schedule: EverySteps | LogSchedule) -> None:
+    for after, before in ((0, 0), (0, 1), (0, 5), (0, 700), (4, 5), (37, 1281), (500, 501)):
+        counted = schedule.num_due(after=after, before=before)
+        assert counted == sum(schedule.due(step) for step in range(after + 1, before))
+    assert schedule.num_due(after=3, before=10**18) > 10**14
+
+
+@pytest.mark.parametrize(
     ("policy", "moment", "reason"),
     [
         (EverySteps(5), Moment(10), "interval"),

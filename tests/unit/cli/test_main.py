@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import typer
 
-from legato.cli.errors import run_app
+from legato.cli.errors import LESS_MEMORY, run_app
 from legato.cli.main import build_app, main
 from legato.errors import (
     CheckpointWriteError,
@@ -152,6 +153,19 @@ def run_raising(error: BaseException, *, debug: bool = False) -> int:
         (lambda: SystemExit(5), 5, ""),
         (lambda: SystemExit(None), 0, ""),
         (lambda: PermissionError(13, "Denied", "/x"), 1, "error: /x: Denied\n"),
+        (MemoryError, 1, f"error: out of memory: MemoryError\n{LESS_MEMORY}\n"),
+        (
+            lambda: RuntimeError("DefaultCPUAllocator: can't allocate memory: 4 bytes"),
+            1,
+            "error: out of memory: DefaultCPUAllocator: can't allocate memory: 4 bytes\n"
+            f"{LESS_MEMORY}\n",
+        ),
+        (
+            lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+            1,
+            "error: out of memory: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+            f"{LESS_MEMORY}\n",
+        ),
         (
             lambda: ZeroDivisionError("division by zero"),
             1,

@@ -91,6 +91,15 @@ def test_a_weight_that_repeats_or_leaves_out_everything_is_refused(
     assert told == [f"expected a number of at {bound}, found {weight}"]
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "bound"), [("seed", 2**63, "9.22337e+18"), ("lora_alpha", 1e300, "1e+06")]
+)
+def test_numbers_that_torch_cannot_take_are_refused(key: str, value: float, bound: str) -> None:
+    _, problems = validate({key: value})
+    told = [p.message for p in problems if p.path == (key,)]
+    assert told == [f"expected a number of at most {bound}, found {value}"]
+
+
 def test_nested_keys_are_found_by_their_place() -> None:
     assert key_at(("datasets", 3, "path")) is not None
     assert key_at(("save_every_n_train_steps", "first")) is not None
