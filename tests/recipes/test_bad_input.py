@@ -131,7 +131,7 @@ CASES: list[tuple[Case, int, list[str]]] = [
     (too_long, 2, ["max_seq_len", "512"]),
     (all_rows_too_long, 1, ["max_seq_len", "8"]),
     (output_is_a_file, 2, ["occupied"]),
-    (deep_row, 1, ["deep.jsonl:1", "nested too deeply"]),
+    (deep_row, 1, ["deep.jsonl:1", "more than 100 levels"]),
     (template_that_overflows, 1, ["orders.jsonl:1", "refuses", "OverflowError"]),
     (
         fewer_tokens_than_the_tokenizer_knows,

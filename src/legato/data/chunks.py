@@ -129,14 +129,7 @@ class RowFormatter:
     def _example(self, row: Row | BadRow) -> Example:
         if isinstance(row, BadRow):
             raise DataError(f"{row.where}: {row.reason}", path=row.where)
-        try:
-            return convert_row(row, self.type, self.mapping)
-        except RecursionError:
-            raise DataError(
-                f"{row.where}: its lists and objects are nested too deeply; expected rows of a few "
-                "levels",
-                path=row.where,
-            ) from None
+        return convert_row(row, self.type, self.mapping)
 
     def _within_limits(self, sample: Sample, tally: Tally) -> Sample | None:
         if len(sample.input_ids) > self.max_seq_len:

@@ -17,7 +17,9 @@ from legato.errors import DataError
 FILE_KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 COMPRESSIONS = (".gz", ".zst")
 
-_TOO_DEEP = "its lists and objects are nested too deeply to be read; expected rows of a few levels"
+# Far more than any format has, and far less than what reading, pickling or a template breaks at.
+MOST_LEVELS = 100
+_TOO_DEEP = f"holds lists and objects in more than {MOST_LEVELS} levels; expected a few"
 
 
 def kind_of(path: Path) -> str | None:
@@ -122,10 +124,26 @@ def _lines(stream: IO[bytes], file: Path) -> Iterator[bytes]:
 
 def _as_row(value: object, sample_id: str, where: str) -> Row | BadRow:
     if isinstance(value, dict):
-        return Row(sample_id, where, value)
+        return (
+            BadRow(sample_id, where, _TOO_DEEP) if _is_deep(value) else Row(sample_id, where, value)
+        )
     return BadRow(
         sample_id, where, f"is of type {type(value).__name__}, not an object with columns"
     )
+
+
+def _is_deep(value: object) -> bool:
+    level = [value]
+    for _ in range(MOST_LEVELS):
+        level = [
+            inner
+            for each in level
+            if isinstance(each, dict | list)
+            for inner in (each.values() if isinstance(each, dict) else each)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _read_json(file: Path, name: str) -> Iterator[Row | BadRow]:

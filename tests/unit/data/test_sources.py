@@ -138,20 +138,23 @@ def bad(path: Path) -> list[tuple[str, str]]:
 
 def test_a_broken_line_is_named_and_the_next_one_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes(
-        b'{"text": "a"}\n{"text": "b"\n{"text": "\xe9"}\n[1]\n{"text": "c"}\n' + b"[" * 9999
-    )
+    path.write_bytes(b'{"text": "a"}\n{"text": "b"\n{"text": "\xe9"}\n[1]\n{"text": "c"}\n')
     assert bad(path) == [
         (f"{path}:2", "isn't valid JSON: Expecting ',' delimiter at column 13"),
         (f"{path}:3", "isn't UTF-8: byte 0xE9 at position 11. Save the file as UTF-8."),
         (f"{path}:4", "is of type list, not an object with columns"),
-        (
-            f"{path}:6",
-            "its lists and objects are nested too deeply to be read; expected rows of a few levels",
-        ),
     ]
     good = [row.columns for row in read_rows(str(path)) if isinstance(row, Row)]
     assert good == [{"text": "a"}, {"text": "c"}]
+
+
+def test_a_row_of_very_many_levels_is_named_and_the_next_one_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    rows = [b'{"text": ' + b"[" * n + b"]" * n + b"}" for n in (98, 99, 100, 9999)]
+    path.write_bytes(b"\n".join([*rows, b'{"text": "c"}']))
+    told = "holds lists and objects in more than 100 levels; expected a few"
+    assert bad(path) == [(f"{path}:3", told), (f"{path}:4", told)]
+    assert ids(path) == [f"a.jsonl:{line}" for line in (1, 2, 3, 4, 5)]
 
 
 def test_a_csv_row_of_another_length_is_named(tmp_path: Path) -> None:
@@ -168,7 +171,7 @@ def test_a_csv_row_of_another_length_is_named(tmp_path: Path) -> None:
     [
         ("a.json", b'[{"text": 1},\n {"text": }]', r"a\.json:2: isn't valid JSON: .* column 11"),
         ("a.json", b'{"a": [], "b": []}', r"one object with a, b; expected a list of rows"),
-        ("a.json", b"[" * 100_000, r"a\.json: its lists and objects are nested too deeply"),
+        ("a.json", b"[" * 100_000, r"a\.json: holds lists and objects in more than 100"),
         ("a.json", b"3", r"is of type int; expected a list of rows"),
         ("a.json", '[{"text": "é"}]'.encode("latin-1"), r"isn't UTF-8: byte 0xE9"),
         ("a.json", '[{"text": "e"}]'.encode("utf-16"), r"is UTF-16, not UTF-8"),
