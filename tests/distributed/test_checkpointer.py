@@ -27,7 +27,7 @@ from legato.checkpoint import fetch as fetch_module
 from legato.checkpoint import relay as relay_module
 from legato.checkpoint import saver as saver_module
 from legato.checkpoint import staging as staging_module
-from legato.checkpoint.lifecycle import find_damage
+from legato.checkpoint.inspection import find_damage
 from legato.errors import (
     CheckpointError,
     CheckpointExistsError,

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from legato.checkpoint.lifecycle import RunFolder, find_damage
+from legato.checkpoint.lifecycle import RunFolder
 from legato.checkpoint.manifest import finite_metrics
 from legato.checkpoint.opening import Launch, locate
 from legato.checkpoint.parts import sort_parts
@@ -36,7 +36,7 @@ from legato.checkpoint.retention import KeepRules
 from legato.checkpoint.saver import SaveOptions
 from legato.checkpoint.session import open_session
 from legato.checkpoint.space import check_space, checkpoint_bytes
-from legato.errors import CheckpointError, CheckpointTornError
+from legato.errors import CheckpointError
 from legato.storage import LocalStorage, Storage
 
 
@@ -67,7 +67,8 @@ class Checkpointer:
         final_save_patience_seconds: How long `close` retries a save that failed.
         save_only_model: Write no ``state/``: the steps load, but nothing resumes from them.
         allow_missing: Parts that a restored step may lack: ``optimizer``, ``rng``, ...
-        verify_on_load: Compare every byte with its digest before restoring.
+        verify_on_load: Compare every byte of the step to resume from with its digest; ``auto``
+            skips a damaged one.
         keep_last_n_states: Older kept steps lose their ``state/``; None: none does.
         prune: ``delete`` what isn't kept, or ``move`` it to ``output_dir/.pruned/``.
         best: What the link ``best`` means; None: the `KeepBest` in ``keep``, if there is one.
@@ -92,7 +93,7 @@ class Checkpointer:
         OutputDirLockedError: Another run uses ``output_dir``; ``.holder``.
         CheckpointExistsError: Steps are in the way of this run; ``.steps``.
         CheckpointNotFoundError: There is nothing at the path to resume from; ``.path``.
-        CheckpointTornError: The step to resume from isn't complete; ``.path``.
+        CheckpointTornError: The step to resume from isn't complete, or is damaged; ``.path``.
     """
 
     def __init__(
@@ -144,12 +145,12 @@ class Checkpointer:
         self._config = {} if config_yaml is None else {f"{config_name}.yaml": config_yaml.encode()}
         self._final_save_patience_seconds = final_save_patience_seconds
         self._allow_missing = frozenset(allow_missing)
-        self._verify_on_load = verify_on_load
         self._clock = clock
         self._session = open_session(
             self._folder,
             resume=resume if resume is False or resume == "auto" else locate(resume)[1],
             start_over=start_over,
+            verify=verify_on_load,
             use_lock=storage is None and isinstance(self._storage, LocalStorage),
             lock_wait_seconds=lock_wait_seconds,
             launch=Launch(launch_id, attempt),
@@ -217,19 +218,10 @@ class Checkpointer:
 
         Raises:
             CheckpointMismatchError: Something doesn't fit; ``.path``, ``.key``.
-            CheckpointTornError: With ``verify_on_load``: bytes don't fit their digests; ``.path``.
         """
         source = self.source
         if source is None:
             return None
-        if self._verify_on_load:
-            check = partial(find_damage, self._storage, source)
-            damage = self._control.on_main(check, fallback=CheckpointError)
-            if damage:
-                raise CheckpointTornError(
-                    f"{damage[0]} ({len(damage)} files). Resume from another step.",
-                    path=source.path,
-                )
         return restore_parts(
             sort_parts(state),
             source,

@@ -20,12 +20,20 @@ def wrong_size(storage: Storage, path: str, entry: FileEntry) -> str | None:
     return None
 
 
+def wrong_header(storage: Storage, path: str, entry: FileEntry) -> str | None:
+    """What is wrong with the bytes before the first slice of a file; None: nothing is."""
+    if entry.header_digest is None:
+        return None
+    header = Slice(0, entry.header_bytes, entry.header_digest)
+    if _digest_on_disk(storage, path, header) == header.digest:
+        return None
+    return f"{path}: the header is damaged"
+
+
 def wrong_digest(storage: Storage, path: str, entry: FileEntry) -> str | None:
     """What is wrong with the bytes of a file, all of them read; None: nothing is."""
-    if entry.header_digest is not None:
-        header = Slice(0, entry.header_bytes, entry.header_digest)
-        if _digest_on_disk(storage, path, header) != header.digest:
-            return f"{path}: the header is damaged"
+    if problem := wrong_header(storage, path, entry):
+        return problem
     for part in entry.slices:
         if _digest_on_disk(storage, path, part) != part.digest:
             return f"{path}: the bytes from {part.offset} on are damaged"

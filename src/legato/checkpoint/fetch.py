@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from legato.checkpoint.lifecycle import RunFolder, inspect
+from legato.checkpoint.inspection import find_damage, inspect
+from legato.checkpoint.lifecycle import RunFolder
 from legato.checkpoint.manifest import MANIFEST_NAME, digest_of
 from legato.errors import CheckpointError, CheckpointNotFoundError
 from legato.hf_folder import tensor_bytes
@@ -23,7 +24,9 @@ MESSAGE_BYTES = 64 * 1024**2
 T = TypeVar("T")
 
 
-def fetch_step(path: str | None, *, folder: RunFolder, host: str, peers: Peers) -> str | None:
+def fetch_step(
+    path: str | None, *, folder: RunFolder, host: str, peers: Peers, verify: bool = False
+) -> str | None:
     """Collective: have the step at ``path`` of rank 0's disk on every rank's own.
 
     A host that has it already, or sees rank 0's disk, is sent nothing. Of the ranks of another
@@ -34,6 +37,7 @@ def fetch_step(path: str | None, *, folder: RunFolder, host: str, peers: Peers) 
         folder: This rank's output_dir.
         host: This rank's host.
         peers: All ranks.
+        verify: Read every byte of what a host has already; rank 0's were read before.
 
     Returns:
         The step's absolute path for this rank; None if there is none.
@@ -48,7 +52,9 @@ def fetch_step(path: str | None, *, folder: RunFolder, host: str, peers: Peers) 
     if told is None:
         return None
     mine = posixpath.join(folder.path, SOURCE_FOLDER, posixpath.basename(told["path"]))
-    place = next((p for p in (told["path"], mine) if _holds(folder, p, told["digest"])), None)
+    verify = verify and not peers.is_main
+    places = (p for p in (told["path"], mine) if _holds(folder, p, told["digest"], verify=verify))
+    place = next(places, None)
     said = peers.gather([host, folder.path, place is not None])
     receivers: dict[tuple[str, str], int] = {}
     for rank, (where, output_dir, has_it) in enumerate(said):
@@ -101,10 +107,13 @@ def _describe(folder: RunFolder, path: str) -> dict[str, Any]:
     }
 
 
-def _holds(folder: RunFolder, path: str, digest: str) -> bool:
-    if not inspect(folder.storage, path).is_complete:
+def _holds(folder: RunFolder, path: str, digest: str, *, verify: bool) -> bool:
+    info = inspect(folder.storage, path)
+    if not info.is_complete:
         return False
-    return digest_of(folder.storage.read_bytes(posixpath.join(path, MANIFEST_NAME))) == digest
+    if digest_of(folder.storage.read_bytes(posixpath.join(path, MANIFEST_NAME))) != digest:
+        return False
+    return not (verify and find_damage(folder.storage, info.committed()))
 
 
 class _Transfer:

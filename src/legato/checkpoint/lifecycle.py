@@ -24,27 +24,19 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from legato.checkpoint.digests import wrong_digest, wrong_size
-from legato.checkpoint.manifest import (
-    MANIFEST_NAME,
-    STATE_FOLDER,
-    TRAINER_FILE,
-    Manifest,
-    parse_manifest,
-)
+from legato.checkpoint.inspection import PIN_NAME, STEP_NAME, inspect
+from legato.checkpoint.manifest import MANIFEST_NAME, STATE_FOLDER, Manifest
 from legato.checkpoint.records import Committed, StepInfo
-from legato.errors import CheckpointExistsError, FolderFormatError
+from legato.errors import CheckpointExistsError
 from legato.storage import Storage
 
 logger = logging.getLogger(__name__)
 
-PIN_NAME = ".pinned"
 # In a step folder that is being written in place: what isn't complete there is ours to replace. It
 # holds the id of the run that writes.
 BEGUN_NAME = ".begun"
 POINTERS = ("latest", "best")
 
-_STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 _LEFTOVER = re.compile(
     r"\.step_[0-9]+\.tmp-.+|\.trash-step_[0-9]+-.+|(latest|best)\.tmp-.+", re.DOTALL
 )
@@ -62,13 +54,15 @@ class RunFolder:
     def __init__(self, storage: Storage, path: str) -> None:
         self.storage = storage
         self.path = path
+        # (step, when it was saved) -> what is wrong with its bytes, which somebody has read.
+        self.damage: dict[tuple[int, float], str] = {}
 
     # ---- what is there ---------------------------------------------------------------------
 
     def steps(self) -> list[StepInfo]:
         """Every ``step_N`` folder, by step number."""
-        names = [name for name in self.storage.list_folder(self.path) if _STEP.fullmatch(name)]
-        return sorted((inspect(self.storage, self._at(n)) for n in names), key=lambda i: i.step)
+        names = [name for name in self.storage.list_folder(self.path) if STEP_NAME.fullmatch(name)]
+        return sorted((self._inspect(self._at(name)) for name in names), key=lambda i: i.step)
 
     def step_path(self, step: int) -> str:
         """Where ``step`` is once it is committed."""
@@ -81,6 +75,13 @@ class RunFolder:
     def is_pinned(self, step: int) -> bool:
         """Whether someone pinned ``step``."""
         return self.storage.stat(posixpath.join(self.step_path(step), PIN_NAME)) is not None
+
+    def was_committed(self, path: str) -> bool:
+        """Whether a save made the folder at ``path`` visible, however damaged it is by now.
+
+        One without any manifest is somebody's own, whatever its name, or was never complete.
+        """
+        return self.storage.stat(posixpath.join(path, MANIFEST_NAME)) is not None
 
     # ---- a save ----------------------------------------------------------------------------
 
@@ -222,7 +223,7 @@ class RunFolder:
             if _LEFTOVER.fullmatch(name):
                 logger.info("removing %s, left by a process that ended before it was done", path)
                 self._remove(path)
-            elif _TORN.fullmatch(name) and self._is_ours(path):
+            elif _TORN.fullmatch(name) and self.was_committed(path):
                 logger.warning("removing the torn checkpoint %s", path)
                 self._remove(path)
         for info in steps:
@@ -267,7 +268,16 @@ class RunFolder:
 
     def _found(self, step: int) -> StepInfo | None:
         path = self.step_path(step)
-        return inspect(self.storage, path) if self.storage.stat(path) is not None else None
+        return self._inspect(path) if self.storage.stat(path) is not None else None
+
+    def _inspect(self, path: str) -> StepInfo:
+        info = inspect(self.storage, path)
+        if info.manifest is None:
+            return info
+        problem = self.damage.get((info.step, info.manifest.saved_at))
+        if problem is None:
+            return info
+        return StepInfo(info.step, path, "torn", problem=problem, pinned=info.pinned)
 
     def _is_begun(self, path: str) -> bool:
         names = self.storage.list_folder(path)
@@ -299,11 +309,6 @@ class RunFolder:
             self._move_aside(there, now=now)
         self.storage.rename(temporary, self.step_path(manifest.step))
 
-    def _is_ours(self, path: str) -> bool:
-        # Every folder that a save made visible had a manifest, however damaged it is by now. One
-        # without is somebody's own, whatever its name: it was moved, it isn't deleted.
-        return self.storage.stat(posixpath.join(path, MANIFEST_NAME)) is not None
-
     def _remove(self, path: str) -> None:
         try:
             found = self.storage.stat(path)
@@ -322,65 +327,6 @@ def _exists(there: StepInfo) -> CheckpointExistsError:
         path=there.path,
         steps=[there.step],
     )
-
-
-def inspect(storage: Storage, path: str) -> StepInfo:
-    """What a step folder is: complete, torn or unknown.
-
-    Sizes are checked, and the digest of the few kilobytes that say where training goes on.
-
-    Args:
-        storage: Where it is.
-        path: Absolute path; its last part may be any name for a folder given by path.
-
-    Returns:
-        The facts. The step number is the manifest's, or the name's where there is none.
-    """
-    name = posixpath.basename(path.rstrip("/"))
-    matched = _STEP.fullmatch(name)
-    step = int(matched[1]) if matched else -1
-    pinned = storage.stat(posixpath.join(path, PIN_NAME)) is not None
-    manifest_path = posixpath.join(path, MANIFEST_NAME)
-    try:
-        manifest = parse_manifest(storage.read_bytes(manifest_path), path=manifest_path)
-    except FolderFormatError as error:
-        status: Literal["torn", "unknown"] = "unknown" if error.facts.get("newer") else "torn"
-        return StepInfo(step, path, status, problem=str(error), pinned=pinned)
-    except OSError as error:
-        return StepInfo(step, path, "torn", problem=f"{path}: no manifest: {error}", pinned=pinned)
-    if matched and manifest.step != step:
-        problem = f"{path} holds step {manifest.step}: was it renamed?"
-        return StepInfo(step, path, "unknown", problem=problem, pinned=pinned)
-    for file_name, entry in manifest.files.items():
-        file = posixpath.join(path, file_name)
-        wrong = wrong_size(storage, file, entry)
-        if wrong is None and file_name == TRAINER_FILE:
-            wrong = wrong_digest(storage, file, entry)
-        if wrong is not None:
-            return StepInfo(manifest.step, path, "torn", problem=wrong, pinned=pinned)
-    return StepInfo(manifest.step, path, "complete", manifest=manifest, pinned=pinned)
-
-
-def find_damage(storage: Storage, committed: Committed) -> list[str]:
-    """Re-read every byte of a step and compare digests.
-
-    Args:
-        storage: Where it is.
-        committed: The step.
-
-    Returns:
-        What is wrong, one line each; empty: nothing is.
-    """
-    problems = []
-    for name, entry in committed.manifest.files.items():
-        path = posixpath.join(committed.path, name)
-        try:
-            problem = wrong_size(storage, path, entry) or wrong_digest(storage, path, entry)
-        except (OSError, EOFError) as error:
-            problem = f"{path} can't be read: {error}"
-        if problem is not None:
-            problems.append(problem)
-    return problems
 
 
 def _is_pointer_leftover(path: str) -> bool:

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from legato.checkpoint.lifecycle import RunFolder, inspect
+from legato.checkpoint.inspection import find_damage, inspect
+from legato.checkpoint.lifecycle import RunFolder
 from legato.checkpoint.lock import OutputDirLock
 from legato.checkpoint.records import Committed, StepInfo
 from legato.errors import (
@@ -78,6 +79,7 @@ def decide_opening(
     start_over: bool,
     last_run_id: str | None,
     now: float,
+    verify: bool = False,
 ) -> Opening:
     """Decide how a run begins; with ``start_over`` move steps that are in its way.
 
@@ -89,6 +91,7 @@ def decide_opening(
         start_over: Move steps that this run would meet to ``.old-<time>/``.
         last_run_id: The run that used this output_dir last, if that is known.
         now: Seconds since 1970.
+        verify: Read every byte of the step to go on from; with ``auto`` a damaged one is skipped.
 
     Returns:
         The decision.
@@ -96,26 +99,30 @@ def decide_opening(
     Raises:
         CheckpointNotFoundError: There is nothing at the given path.
         CheckpointTornError: The step at the given path isn't complete; an explicit path never
-            falls back to another one.
+            falls back to another one. Or ``auto`` finds damaged ones only.
         CheckpointExistsError: Steps are in the way; ``.steps``.
     """
-    there = [info for info in steps if info.status != "torn"]
+    inside = True
     if resume == "auto":
+        if verify:
+            steps = _verify_newest(folder, steps, last_run_id)
         source = _newest(steps, last_run_id)
-        inside = True
+        if source is None and not start_over:
+            _refuse_to_begin_anew(folder, steps)
     elif resume is False:
-        source, inside = None, True
+        source = None
     else:
         source = find_step(folder.storage, resume)
+        if verify and (damage := find_damage(folder.storage, source)):
+            raise _torn(source.path, damage[0])
         inside = posixpath.dirname(source.path) == folder.path
-    in_the_way = [
-        info.step for info in there if not (inside and source and info.step <= source.step)
-    ]
+    there = [info for info in steps if info.status != "torn"]
+    in_the_way = [info for info in there if not (inside and source and info.step <= source.step)]
     if in_the_way and not start_over:
         _refuse(folder.path, in_the_way, source)
     branches = [info.manifest.branch for info in there if info.manifest is not None]
     if in_the_way:
-        old = folder.archive(in_the_way, now=now)
+        old = folder.archive([info.step for info in in_the_way], now=now)
         logger.warning("moved %s to %s", _list_steps(in_the_way), old)
     if source is None:
         return Opening(run_id=uuid.uuid4().hex[:12], branch=0, source=None)
@@ -143,18 +150,40 @@ def find_step(storage: Storage, path: str) -> Committed:
         raise CheckpointNotFoundError(f"{path}: there is no such folder", path=path)
     info = inspect(storage, path)
     if not info.is_complete:
-        raise CheckpointTornError(
-            f"{path} isn't a complete checkpoint: {info.problem}. Give the path of another step.",
-            path=path,
-        )
+        raise _torn(path, info.problem)
     return info.committed()
+
+
+def _torn(path: str, problem: str | None) -> CheckpointTornError:
+    return CheckpointTornError(
+        f"{path} isn't a complete checkpoint: {problem}. Give the path of another step.", path=path
+    )
+
+
+def _candidates(steps: Sequence[StepInfo], last_run_id: str | None) -> list[StepInfo]:
+    """What ``auto`` may go on from, the newest first: the run's own that used the folder last."""
+    complete = [info for info in steps if info.is_complete]
+    own = [i for i in complete if i.manifest is not None and i.manifest.run_id == last_run_id]
+    return sorted(own or complete, key=lambda info: info.step, reverse=True)
+
+
+def _verify_newest(
+    folder: RunFolder, steps: Sequence[StepInfo], last_run_id: str | None
+) -> Sequence[StepInfo]:
+    """Read the newest step, and those before it until one is sound; damaged ones are torn then."""
+    while candidates := _candidates(steps, last_run_id):
+        newest = candidates[0].committed()
+        damage = find_damage(folder.storage, newest)
+        if not damage:
+            break
+        folder.damage[newest.step, newest.manifest.saved_at] = damage[0]
+        steps = folder.steps()
+    return steps
 
 
 def _newest(steps: Sequence[StepInfo], last_run_id: str | None) -> Committed | None:
     """The newest complete step of the run that used the folder last; torn ones are named."""
-    complete = [info for info in steps if info.is_complete]
-    own = [i for i in complete if i.manifest is not None and i.manifest.run_id == last_run_id]
-    newest = max(own or complete, key=lambda info: info.step, default=None)
+    newest = next(iter(_candidates(steps, last_run_id)), None)
     for info in steps:
         if info.status == "torn" and (newest is None or info.step > newest.step):
             logger.warning(
@@ -166,19 +195,43 @@ def _newest(steps: Sequence[StepInfo], last_run_id: str | None) -> Committed | N
     return newest.committed() if newest else None
 
 
-def _refuse(path: str, steps: Sequence[int], source: Committed | None) -> None:
+def _refuse_to_begin_anew(folder: RunFolder, steps: Sequence[StepInfo]) -> None:
+    """Nobody asked for all of the training once more, only because the disk is failing."""
+    damaged = [i for i in steps if i.status == "torn" and folder.was_committed(i.path)]
+    if damaged:
+        problems = "; ".join(str(info.problem) for info in damaged[:3])
+        raise CheckpointTornError(
+            f"{folder.path} holds no step to go on from: {problems}. "
+            "Give the path of a step of another folder, or --start-over to begin anew; a damaged "
+            "step is then moved aside by the save of its number.",
+            path=folder.path,
+        )
+
+
+def _refuse(path: str, in_the_way: Sequence[StepInfo], source: Committed | None) -> None:
     start = f"from step {source.step}" if source else "from the beginning"
+    unused = [f"step_{i.step}: {why}" for i in in_the_way if (why := _why_unused(i, source))]
+    reasons = f" (It doesn't go on from {'; '.join(unused[:3])}.)" if unused else ""
     raise CheckpointExistsError(
-        f"{path} already holds {_list_steps(steps)}, and this run starts {start}: it would meet "
-        "them. Use another output_dir, or --start-over to move them to a folder beside them "
-        "(nothing is deleted).",
+        f"{path} already holds {_list_steps(in_the_way)}, and this run starts {start}: it would "
+        f"meet them.{reasons} Use another output_dir, or --start-over to move them to a folder "
+        "beside them (nothing is deleted).",
         path=path,
-        steps=list(steps),
+        steps=[info.step for info in in_the_way],
     )
 
 
-def _list_steps(steps: Sequence[int]) -> str:
-    shown = ", ".join(f"step_{step}" for step in list(steps)[:5])
+def _why_unused(info: StepInfo, source: Committed | None) -> str | None:
+    """What keeps any run, or the one that ``source`` is of, from resuming from a step."""
+    if info.manifest is None:
+        return info.problem
+    if source is not None and info.manifest.run_id != source.run_id:
+        return f"run {info.manifest.run_id} wrote it, and run {source.run_id} goes on"
+    return None
+
+
+def _list_steps(steps: Sequence[StepInfo]) -> str:
+    shown = ", ".join(f"step_{info.step}" for info in list(steps)[:5])
     return shown + (f" and {len(steps) - 5} more" if len(steps) > 5 else "")
 
 
@@ -191,6 +244,7 @@ def open_run(
     resume: Literal["auto", False] | str,
     start_over: bool,
     now: float,
+    verify: bool,
 ) -> tuple[dict[str, Any], list[StepInfo]]:
     """What rank 0 does at a start: lock, decide, clean up.
 
@@ -202,6 +256,7 @@ def open_run(
         resume: See `decide_opening`.
         start_over: See `decide_opening`.
         now: Seconds since 1970.
+        verify: See `decide_opening`.
 
     Returns:
         The opening as JSON (`read_opening` turns it back), and the steps that are there now.
@@ -225,6 +280,7 @@ def open_run(
         start_over=start_over,
         last_run_id=previous.get("run_id"),
         now=now,
+        verify=verify,
     )
     if lock is not None:
         lock.write(
@@ -236,12 +292,15 @@ def open_run(
     steps = folder.steps()
     folder.recover(steps, run_id=opening.run_id)
     path = opening.source.path if opening.source else None
-    return {"run_id": opening.run_id, "branch": opening.branch, "source": path}, steps
+    content = {"run_id": opening.run_id, "branch": opening.branch, "source": path}
+    return content | {"damage": [[*key, problem] for key, problem in folder.damage.items()]}, steps
 
 
-def read_opening(content: Mapping[str, Any], storage: Storage) -> Opening:
+def read_opening(content: Mapping[str, Any], folder: RunFolder) -> Opening:
     """What rank 0 decided, on any rank: each reads the source's manifest itself."""
-    source = find_step(storage, content["source"]) if content["source"] is not None else None
+    path = content["source"]
+    source = find_step(folder.storage, path) if path is not None else None
+    folder.damage.update({(step, at): problem for step, at, problem in content["damage"]})
     return Opening(run_id=content["run_id"], branch=content["branch"], source=source)
 
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from legato.checkpoint.lifecycle import RunFolder, inspect
+from legato.checkpoint.inspection import inspect
+from legato.checkpoint.lifecycle import RunFolder
 from legato.checkpoint.policy import KeepBest, KeepPolicy, Metrics, find_best_rule
 from legato.checkpoint.records import Committed, StepInfo
 

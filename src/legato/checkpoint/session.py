@@ -55,6 +55,7 @@ def open_session(
     *,
     resume: Literal["auto", False] | str,
     start_over: bool,
+    verify: bool,
     use_lock: bool,
     lock_wait_seconds: float,
     launch: Launch,
@@ -70,6 +71,7 @@ def open_session(
         folder: The run's output_dir.
         resume: ``auto``, False, or an absolute path.
         start_over: Move steps that are in the way.
+        verify: Read every byte of the step to go on from.
         use_lock: Whether rank 0 locks the folder.
         lock_wait_seconds: How long it waits for the lock.
         launch: What started the ranks.
@@ -97,6 +99,7 @@ def open_session(
             resume=resume,
             start_over=start_over,
             now=clock(),
+            verify=verify,
         )
         steps.extend(found)
         return content
@@ -107,9 +110,11 @@ def open_session(
             host = socket.gethostname()
             if resume == "auto":
                 check_first_host(folder=folder, host=host, peers=control)
-            source = fetch_step(content["source"], folder=folder, host=host, peers=control)
+            source = fetch_step(
+                content["source"], folder=folder, host=host, peers=control, verify=verify
+            )
             content = {**content, "source": source}
-        opening = read_opening(content, folder.storage)
+        opening = read_opening(content, folder)
     except BaseException:
         _release(control, background, lock)
         raise

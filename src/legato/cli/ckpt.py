@@ -90,7 +90,7 @@ def verify(
     as_json: _Json = False,
 ) -> None:
     """Read every byte of a checkpoint or a run; compare digests."""
-    from legato.checkpoint.lifecycle import find_damage
+    from legato.checkpoint.inspection import find_damage
     from legato.errors import CheckpointTornError
 
     if _is_step(path):
@@ -123,7 +123,7 @@ def verify(
 @app.command("pin")
 def pin(steps: _StepsArgument) -> None:
     """Keep a checkpoint whatever the run's keep_ keys say."""
-    from legato.checkpoint.lifecycle import PIN_NAME
+    from legato.checkpoint.inspection import PIN_NAME
     from legato.errors import CheckpointTornError
 
     for path in steps:
@@ -137,7 +137,7 @@ def pin(steps: _StepsArgument) -> None:
 @app.command("unpin")
 def unpin(steps: _StepsArgument) -> None:
     """Let the run's keep_ keys decide again."""
-    from legato.checkpoint.lifecycle import PIN_NAME
+    from legato.checkpoint.inspection import PIN_NAME
 
     for path in steps:
         folder, info = _open_step(path)
@@ -268,7 +268,8 @@ def _open_run(path: Path) -> RunFolder:
 
 
 def _open_step(path: Path) -> tuple[RunFolder, StepInfo]:
-    from legato.checkpoint.lifecycle import RunFolder, inspect
+    from legato.checkpoint.inspection import inspect
+    from legato.checkpoint.lifecycle import RunFolder
     from legato.errors import CheckpointNotFoundError, UsageError
     from legato.storage.local import LocalStorage
 

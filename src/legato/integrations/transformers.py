@@ -115,7 +115,7 @@ class LegatoCheckpoints(TrainerCallback):
             training at the next step.
         final_save_patience_seconds: How long the last save is tried again.
         allow_missing: Parts that a step to resume from may lack: ``optimizer``, ``rng``, ...
-        verify_on_load: Compare every byte with its digest before restoring.
+        verify_on_load: Compare every byte of the step to resume from with its digest.
         keep_last_n_states: Older kept steps lose what only resuming needs; None: none does.
         prune: ``delete`` what isn't kept, or ``move`` it to ``output_dir/.pruned/``.
 

@@ -149,6 +149,80 @@ def test_a_torn_newest_step_is_skipped_aloud_and_saved_again(
     assert names(out) == ["step_1", "step_2"]
 
 
+def flip(path: Path, offset: int) -> None:
+    """Turn one bit round, as a disk does that rots: the size stays."""
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+OPTIMIZER = "state/optimizer-00001-of-00001.safetensors"
+HEADER, LENGTH, LAST = 20, 0, -1  # where a bit flips
+
+
+@pytest.mark.parametrize(
+    ("name", "offset", "verify"),
+    [
+        ("model.safetensors", HEADER, False),
+        (OPTIMIZER, HEADER, False),
+        (OPTIMIZER, LENGTH, False),
+        ("model.safetensors", LAST, True),
+        (OPTIMIZER, LAST, True),
+        ("config.yaml", LAST, True),
+    ],
+)
+def test_a_step_with_a_flipped_bit_is_skipped_aloud_and_saved_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, offset: int, verify: bool
+) -> None:
+    out = tmp_path / "out"
+    run_id = save_steps(out, 1, 2, 3, config_yaml="a: 1")
+    flip(out / "step_3" / name, offset)
+    loop = Loop()
+    with Checkpointer(
+        out, verify_on_load=verify, keep=KeepLast(2), clock=lambda: 1000.0
+    ) as checkpointer:
+        assert "step 3 is skipped" in caplog.text
+        assert name in caplog.text
+        assert "resuming from step 2" in caplog.text
+        assert (checkpointer.run_id, checkpointer.branch) == (run_id, 0)
+        latest = checkpointer.latest()
+        assert latest is not None
+        assert latest.step == 2
+        checkpointer.restore(loop.state)
+        assert_same(loop.tensors(), Loop().run_to(2).tensors())
+        checkpointer.save(loop.run_to(3).state, step=3).result()
+        assert [info.status for info in checkpointer.steps()] == ["complete", "complete"]
+        assert (out / "latest").readlink() == Path("step_3")
+    assert names(out) == [".torn-step_3-1000", "step_2", "step_3"]
+    with Checkpointer(out, verify_on_load=True) as checkpointer:
+        assert checkpointer.source is not None
+        assert checkpointer.source.step == 3
+    assert names(out) == ["step_2", "step_3"]
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_one_damaged_step_after_the_other_is_skipped_but_training_never_begins_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, verify: bool
+) -> None:
+    out = tmp_path / "out"
+    save_steps(out, 1, 2, 3)
+    for step in (2, 3):
+        flip(out / f"step_{step}" / "model.safetensors", LAST if verify else HEADER)
+    with Checkpointer(out, verify_on_load=verify) as checkpointer:
+        assert checkpointer.source is not None
+        assert checkpointer.source.step == 1
+    for step in (2, 3):
+        assert f"step {step} is skipped" in caplog.text
+        with pytest.raises(CheckpointTornError, match=rf"step_{step} isn't .*model\.safetensors"):
+            Checkpointer(out, resume=out / f"step_{step}", verify_on_load=verify)
+    tear(out / "step_1")
+    with pytest.raises(CheckpointTornError, match=r"no step to go on from: .*step_1.*step_2"):
+        Checkpointer(out, verify_on_load=verify)
+    assert names(out) == ["step_1", "step_2", "step_3"]
+    with Checkpointer(out, verify_on_load=verify, start_over=True) as checkpointer:
+        assert checkpointer.source is None
+
+
 def test_an_explicit_path_never_falls_back(tmp_path: Path) -> None:
     out = tmp_path / "out"
     save_steps(out, 1, 2)
@@ -202,7 +276,10 @@ def test_a_newer_format_and_a_renamed_step_are_refused_and_never_touched(tmp_pat
     newer = json.loads((out / "step_1" / "manifest.json").read_text()) | {"format": 2}
     (out / "step_9").mkdir()
     (out / "step_9" / "manifest.json").write_text(json.dumps(newer))
-    with pytest.raises(CheckpointExistsError, match="step_8, step_9"):
+    with pytest.raises(
+        CheckpointExistsError,
+        match=r"step_8, step_9, .*step_8: .*says step 1: was it renamed.*step_9: .*format 2, this ",
+    ):
         Checkpointer(out)
     for step, problem in ((8, "was it renamed"), (9, "newer Legato")):
         with pytest.raises(CheckpointTornError, match=problem):
@@ -230,7 +307,9 @@ def test_steps_of_another_run_are_neither_resumed_nor_pruned(tmp_path: Path) -> 
         checkpointer.save(Loop().state, step=30)
     assert names(out) == ["step_1", "step_30"]
     shutil.copytree(tmp_path / "foreign" / "step_50", out / "step_50")
-    with pytest.raises(CheckpointExistsError, match=r"step_50, .*from step 30"):
+    with pytest.raises(
+        CheckpointExistsError, match=rf"step_50, .*from step 30.*step_50: .*, and run {own} goes on"
+    ):
         Checkpointer(out)
 
 
