@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import subprocess
@@ -102,7 +103,19 @@ def test_a_disk_that_is_really_full_keeps_what_is_complete(small_disk: Path) -> 
     assert_same(resumed.tensors(), expected)
 
 
+def test_a_new_output_dir_on_a_full_disk_is_an_error_of_its_own(small_disk: Path) -> None:
+    with contextlib.suppress(OSError), (small_disk / "filler").open("wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(4096))
+    with pytest.raises(
+        CheckpointWriteError, match=r"out can't be written to: .*No space"
+    ) as caught:
+        Checkpointer(small_disk / "out")
+    assert caught.value.exit_code == 3
+    assert not (small_disk / "out" / ".lock").exists()
+
+
 def test_a_folder_that_cannot_be_written_is_an_error_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=r"Not a directory|File exists"):
+    with pytest.raises(CheckpointWriteError, match=r"Not a directory|File exists"):
         Checkpointer(tmp_path / "file" / "out")

@@ -380,6 +380,16 @@ def test_where_one_rank_cannot_begin_a_save_all_raise_at_once_and_go_on_together
 
 
 def open_in_the_way(rank: int, folder: str) -> str:
+    out, model = f"{folder}/out", nn.Linear(1, 1)
+    with Checkpointer(out, process_group=dist.group.WORLD, verify_on_load=True) as checkpointer:
+        assert checkpointer.source is not None
+        latest = checkpointer.latest()
+        assert latest is not None
+        assert checkpointer.source.step == latest.step == 6
+        checkpointer.restore({"model": model})
+        assert torch.equal(model.weight, torch.full((1, 1), 6.0))
+        checkpointer.save({"model": model}, step=7).result()
+        assert [info.status for info in checkpointer.steps()] == ["complete"] * 2
     with pytest.raises(CheckpointExistsError) as caught:
         Checkpointer(f"{folder}/out", process_group=dist.group.WORLD, resume=False)
     with Checkpointer(
@@ -389,12 +399,18 @@ def open_in_the_way(rank: int, folder: str) -> str:
         return f"{caught.value} {checkpointer.run_id}"
 
 
-def test_what_rank_0_finds_at_the_start_is_raised_on_every_rank(tmp_path: Path) -> None:
+def test_what_rank_0_finds_at_the_start_holds_for_every_rank(tmp_path: Path) -> None:
+    """A damaged step: all go on from the one before. Steps in the way: all raise."""
+    model = nn.Linear(1, 1)
     with Checkpointer(tmp_path / "out") as checkpointer:
-        checkpointer.save({"model": nn.Linear(1, 1)}, step=7)
+        for step in (6, 7):
+            nn.init.constant_(model.weight, step)
+            checkpointer.save({"model": model}, step=step)
+    damaged = tmp_path / "out" / "step_7" / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
     messages = spawn.run(open_in_the_way, 2, str(tmp_path))
     assert messages[0] == messages[1]
-    assert "already holds step_7" in messages[0]
+    assert "already holds step_6, step_7" in messages[0]
 
 
 def masters_of_a_sharded_model(rank: int, folder: str) -> None:
@@ -542,6 +558,14 @@ def on_disks_of_their_own(rank: int) -> list[str]:
                 assert_equal(arrays(resumed.whole()), arrays(loop.whole()))
             checkpointer.save(resumed.state, step=4)
         assert disk.list_folder("/run/.source") == ([f"step_{step}"] if rank else [])
+    for is_damaged in (False, True):  # what rots on a host is brought there again
+        if is_damaged and rank == 1:
+            path = "/run/.source/step_4/model.safetensors"
+            disk.write_bytes(path, disk.read_bytes(path)[:-1] + b"x")
+        with Checkpointer("/run", storage=disk, verify_on_load=True, **group) as checkpointer:
+            assert checkpointer.source is not None
+            assert checkpointer.source.step == 4
+            assert find_damage(disk, checkpointer.source) == []
     if rank == 0:
         assert [find_damage(disk, step.committed()) for step in checkpointer.steps()] == [[]] * 3
     told = []

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from legato.checkpoint.lifecycle import RunFolder
+from legato.checkpoint.lock import OutputDirLock
 from legato.checkpoint.manifest import (
     STATE_FOLDER,
     FileEntry,
@@ -68,7 +69,12 @@ class SaveJob:
 
 
 def write_checkpoint(
-    job: SaveJob, *, folder: RunFolder, peers: Peers, num_owners: int | None = None
+    job: SaveJob,
+    *,
+    folder: RunFolder,
+    peers: Peers,
+    num_owners: int | None = None,
+    lock: OutputDirLock | None = None,
 ) -> Committed:
     """Collective: write a staged save and commit it.
 
@@ -78,6 +84,7 @@ def write_checkpoint(
         peers: All ranks; their group is used by this thread only.
         num_owners: None: all ranks write into all files. Else each file has one owner, among the
             first so many ranks, which the others send their slices to.
+        lock: On output_dir; held by rank 0 where there is one.
 
     Returns:
         The committed step, on every rank.
@@ -88,7 +95,7 @@ def write_checkpoint(
     """
     _agree(job, peers)
     temporary = peers.on_main(
-        lambda: _create_files(job, folder, in_place=num_owners is None),
+        lambda: _create_files(job, folder, in_place=num_owners is None, lock=lock),
         fallback=CheckpointWriteError,
     )
     try:
@@ -127,9 +134,13 @@ def _agree(job: SaveJob, peers: Peers) -> None:
             )
 
 
-def _create_files(job: SaveJob, folder: RunFolder, *, in_place: bool) -> str:
+def _create_files(
+    job: SaveJob, folder: RunFolder, *, in_place: bool, lock: OutputDirLock | None
+) -> str:
     """Rank 0: the temporary folder, every file at its full size with its header, small files."""
     storage = folder.storage
+    if lock is not None:
+        lock.keep()
     temporary = folder.reserve(
         job.step, run_id=job.run_id, branch=job.branch, saved_at=job.saved_at
     )

@@ -13,12 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from legato.errors import OutputDirLockedError
+from legato.errors import CheckpointError, OutputDirLockedError
 
 logger = logging.getLogger(__name__)
 
 LOCK_NAME = ".lock"
 _HELD = (errno.EACCES, errno.EAGAIN)
+_MAX_VANISHED = 3
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -34,12 +35,15 @@ class OutputDirLock:
     Attributes:
         previous: What the last holder wrote: ``host, pid, run_id, branch, time, launch_id``; empty
             if unknown.
+        is_new: There was no such file before `acquire`.
     """
 
     def __init__(self, output_dir: str) -> None:
         self.path = str(Path(output_dir) / LOCK_NAME)
         self.previous: Mapping[str, Any] = {}
+        self.is_new = False
         self._fd: int | None = None
+        self._content = b""
 
     def acquire(self, *, wait_seconds: float = 0.0) -> None:
         """Take the lock.
@@ -49,29 +53,27 @@ class OutputDirLock:
 
         Raises:
             OutputDirLockedError: Another process holds it; ``.holder``.
+            CheckpointError: A folder has its name; ``.path``.
         """
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        deadline = time.monotonic() + wait_seconds
-        while True:
-            try:
-                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError as error:
-                if error.errno in _UNSUPPORTED:
-                    logger.warning(
-                        "%s: this file system has no locks: two runs on one output_dir wouldn't "
-                        "be noticed", self.path,
-                    )  # fmt: skip
-                    break
-                holder = _read(fd)
-                if error.errno not in _HELD or time.monotonic() >= deadline:
-                    os.close(fd)
-                    if error.errno not in _HELD:
-                        raise
-                    raise _locked(self.path, holder) from error
-                time.sleep(min(0.5, max(0.0, deadline - time.monotonic())))
-        self._fd = fd
-        self.previous = _read(fd)
+        self._fd, self.is_new = _take(self.path, wait_seconds=wait_seconds)
+        self.previous = _read(self._fd)
+
+    def keep(self) -> None:
+        """Take the lock again, aloud, where output_dir or the lock's file has gone meanwhile.
+
+        Raises:
+            OutputDirLockedError: By now another process holds it; ``.holder``.
+        """
+        if self._fd is None or _is_at(self._fd, self.path):
+            return
+        logger.error(
+            "%s has gone: was output_dir deleted or moved while this run writes to it? It is made "
+            "again, without what was in it.", self.path,
+        )  # fmt: skip
+        os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        gone, (self._fd, _) = self._fd, _take(self.path, wait_seconds=0.0)
+        os.close(gone)
+        self._write_content()
 
     def write(self, *, run_id: str, branch: int, now: float, launch_id: str | None = None) -> None:
         """Say who holds it."""
@@ -85,16 +87,80 @@ class OutputDirLock:
             "time": now,
             "launch_id": launch_id,
         }
-        data = json.dumps(content).encode()
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, data, 0)
-        os.fsync(self._fd)
+        self._content = json.dumps(content).encode()
+        self._write_content()
+
+    def remove(self) -> None:
+        """Take the file away, of a run that saved nothing; it must be held."""
+        if self._fd is not None and _is_at(self._fd, self.path):
+            os.unlink(self.path)
 
     def release(self) -> None:
         """Give the lock back; the file stays, with the last holder's name."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+    def _write_content(self) -> None:
+        assert self._fd is not None
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, self._content, 0)
+        os.fsync(self._fd)
+
+
+def _take(path: str, *, wait_seconds: float) -> tuple[int, bool]:
+    """Lock the file at ``path``; its descriptor, and whether it was made for this."""
+    deadline = time.monotonic() + wait_seconds
+    num_vanished = 0
+    while True:
+        fd, is_new = _open(path)
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _UNSUPPORTED:
+                logger.warning(
+                    "%s: this file system has no locks: two runs on one output_dir wouldn't be "
+                    "noticed", path,
+                )  # fmt: skip
+                return fd, is_new
+            holder = _read(fd)
+            os.close(fd)
+            if error.errno not in _HELD:
+                raise
+            if time.monotonic() >= deadline:
+                raise _locked(path, holder) from error
+            time.sleep(min(0.5, max(0.0, deadline - time.monotonic())))
+            continue
+        # Whoever held it may have taken it away: a lock on such a file keeps nobody out. A few
+        # times at most, for there are mounts that number their files anew all the time.
+        if _is_at(fd, path) or num_vanished == _MAX_VANISHED:
+            return fd, is_new
+        os.close(fd)
+        num_vanished += 1
+
+
+def _open(path: str) -> tuple[int, bool]:
+    """Open the file at ``path``; whether it was made by that."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    try:
+        try:
+            return os.open(path, flags | os.O_EXCL, 0o666), True
+        except FileExistsError:
+            return os.open(path, flags, 0o666), False
+    except IsADirectoryError as error:
+        raise CheckpointError(
+            f"{path} is a folder; a run keeps the lock of its output_dir in a file of that name. "
+            "Move it away, or choose another output_dir.",
+            path=path,
+        ) from error
+
+
+def _is_at(fd: int, path: str) -> bool:
+    """Whether the open file is the one that ``path`` leads to."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _read(fd: int) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ from typing import Literal
 
 from legato.checkpoint.background import BackgroundThread, SaveJob, write_checkpoint
 from legato.checkpoint.lifecycle import RunFolder
+from legato.checkpoint.lock import OutputDirLock
 from legato.checkpoint.parts import Parts
 from legato.checkpoint.plan import MAX_FILE_BYTES, SavePlan
 from legato.checkpoint.preparation import Preparation
@@ -26,7 +27,7 @@ from legato.checkpoint.records import (
 )
 from legato.checkpoint.retention import Keeper
 from legato.checkpoint.staging import Snapshot
-from legato.errors import CheckpointError, RankDisagreementError
+from legato.errors import CheckpointError, OutputDirLockedError, RankDisagreementError
 from legato.parallel.peers import Peers
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class Saver:
         source: The step resumed from; asked for again, it is returned as it is.
         options: How saving works.
         clock: Gives seconds since 1970.
+        lock: On output_dir; held by rank 0 where there is one.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Saver:
         source: Committed | None,
         options: SaveOptions,
         clock: Callable[[], float],
+        lock: OutputDirLock | None = None,
     ) -> None:
         self._folder = folder
         self._keeper = keeper
@@ -99,6 +102,7 @@ class Saver:
         self._branch = branch
         self._options = options
         self._clock = clock
+        self._lock = lock
         self._preparation = Preparation(
             control=control,
             local_ranks=local_ranks,
@@ -144,7 +148,7 @@ class Saver:
         pending = PendingSave(step=step, reason=reason, times=SaveTimes())
         self._finish_previous()
         pending.times.waited_seconds = pending.times.since_start()
-        if self._newest is not None and self._newest.step == step:
+        if self._newest is not None and self._newest.step == step and self._is_there(step):
             return self._return_committed(pending, self._newest, metrics)
 
         def begin() -> tuple[Parts, SavePlan, Mapping[str, bytes], Snapshot]:
@@ -173,6 +177,13 @@ class Saver:
         pending.times.blocked_seconds = pending.times.since_start()
         self._raise_if_asked()
         return pending
+
+    def _is_there(self, step: int) -> bool:
+        """Collective: whether a committed step still is where rank 0 put it."""
+        is_there = self._control.all_true(self._keeper is None or self._folder.exists(step))
+        if not is_there:
+            logger.warning("step_%d has gone from %s: it is saved again", step, self._folder.path)
+        return is_there
 
     def _return_committed(
         self, pending: PendingSave, committed: Committed, metrics: Mapping[str, float]
@@ -282,7 +293,11 @@ class Saver:
         """On the background thread: the whole rest of a save."""
         try:
             outcome: Committed | BaseException = write_checkpoint(
-                job, folder=self._folder, peers=self._background, num_owners=self._num_owners
+                job,
+                folder=self._folder,
+                peers=self._background,
+                num_owners=self._num_owners,
+                lock=self._lock,
             )
         except BaseException as error:  # whatever it is, the training thread has to hear of it
             outcome = error
@@ -318,7 +333,7 @@ class Saver:
             and (
                 job.snapshot.is_copy
                 and isinstance(error, CheckpointError | OSError)
-                and not isinstance(error, RankDisagreementError)
+                and not isinstance(error, RankDisagreementError | OutputDirLockedError)
             )
         )
         self._records.append(job.pending.record(will_retry=will_retry))
@@ -332,7 +347,8 @@ class Saver:
         )  # fmt: skip
         self._failed_at = time.monotonic()
         self._held = job if will_retry else None
-        if self._options.on_save_error == "raise":
+        # Two runs in one folder: whatever is to be done about other failures, this one has to end.
+        if self._options.on_save_error == "raise" or isinstance(error, OutputDirLockedError):
             self._to_raise = as_write_error(error, step=job.step)
         elif not will_retry:
             self._lost = as_write_error(error, step=job.step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from legato.checkpoint.saver import BACKGROUND_TIMEOUT_SECONDS, SaveOptions, Sav
 from legato.errors import CheckpointError
 from legato.parallel.peers import Peers
 from legato.storage import probe_positioned_writes
+from legato.storage.writing import writing_to
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ class Session:
         background: All ranks, for the background thread.
         lock: Held by rank 0; None: this storage has none.
         saver: Saves.
+        folder: The run's output_dir.
     """
 
     opening: Opening
@@ -41,13 +44,14 @@ class Session:
     background: Peers
     lock: OutputDirLock | None
     saver: Saver
+    folder: RunFolder
 
     def close(self) -> None:
         """Give everything back; what is being written is finished first."""
         try:
             self.saver.close()
         finally:
-            _release(self.control, self.background, self.lock)
+            _release(self.control, self.background, self.lock, self.folder)
 
 
 def open_session(
@@ -91,16 +95,17 @@ def open_session(
     steps: list[StepInfo] = []
 
     def decide() -> dict[str, Any]:
-        content, found = open_run(
-            folder,
-            lock=lock,
-            lock_wait_seconds=lock_wait_seconds,
-            launch=launch,
-            resume=resume,
-            start_over=start_over,
-            now=clock(),
-            verify=verify,
-        )
+        with writing_to(folder.path):
+            content, found = open_run(
+                folder,
+                lock=lock,
+                lock_wait_seconds=lock_wait_seconds,
+                launch=launch,
+                resume=resume,
+                start_over=start_over,
+                now=clock(),
+                verify=verify,
+            )
         steps.extend(found)
         return content
 
@@ -116,7 +121,7 @@ def open_session(
             content = {**content, "source": source}
         opening = read_opening(content, folder)
     except BaseException:
-        _release(control, background, lock)
+        _release(control, background, lock, folder)
         raise
     keeper = Keeper(
         folder,
@@ -140,8 +145,9 @@ def open_session(
         source=opening.source,
         options=options,
         clock=clock,
+        lock=lock,
     )
-    return Session(opening, control, background, lock, saver)
+    return Session(opening, control, background, lock, saver, folder)
 
 
 def _count_owners(folder: RunFolder, control: Peers, *, shared_storage: bool) -> int | None:
@@ -171,8 +177,13 @@ def _may_write_in_place(folder: RunFolder, control: Peers) -> bool:
     return agreed
 
 
-def _release(control: Peers, background: Peers, lock: OutputDirLock | None) -> None:
+def _release(
+    control: Peers, background: Peers, lock: OutputDirLock | None, folder: RunFolder
+) -> None:
     control.close()
     background.close()
     if lock is not None:
+        with contextlib.suppress(OSError):
+            if lock.is_new and not folder.steps():  # of a run that never began nothing is left
+                lock.remove()
         lock.release()

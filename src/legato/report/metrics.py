@@ -69,10 +69,7 @@ class MetricsLog:
         self._loggers = list(loggers)
         self._is_failure_said = False
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Unbuffered: a line is with the operating system when write() returns.
-        self._file = self.path.open("r+b" if self.path.exists() else "x+b", buffering=0)
-        self._end = _whole_lines_bytes(self._file.read())
-        self._file.truncate(self._end)
+        self._open()
 
     def write(self, event: EventName, **fields: Any) -> None:
         """Append one event.
@@ -107,8 +104,28 @@ class MetricsLog:
                     "%s: closing failed, its last metrics may be lost: %s", logger.name, error
                 )
 
+    def _open(self) -> None:
+        # Unbuffered: a line is with the operating system when write() returns.
+        self._file = self.path.open("r+b" if self.path.exists() else "x+b", buffering=0)
+        self._end = _whole_lines_bytes(self._file.read())
+        self._file.truncate(self._end)
+
+    def _follow(self) -> None:
+        """Go on in a new file where ours was deleted or moved, once its folder is there again."""
+        try:
+            if os.path.samestat(os.fstat(self._file.fileno()), self.path.stat()):
+                return
+        except FileNotFoundError:
+            if not self.path.parent.is_dir():  # whoever writes checkpoints makes it, and locks it
+                return
+        _log.warning("%s has gone: metrics go on in a new file, without those before", self.path)
+        gone = self._file
+        self._open()
+        gone.close()
+
     def _append(self, line: bytes) -> None:
         try:
+            self._follow()
             self._file.seek(self._end)
             if self._file.write(line) != len(line):
                 raise OSError("the line was written in part: is the disk full?")

@@ -77,7 +77,10 @@ class Storage(Protocol):
         """Return what lies at ``path`` (links followed), or ``None``."""
 
     def link(self, target: str, path: str) -> bool:
-        """Point ``path`` at the relative ``target``, atomically; false where links don't work."""
+        """Point ``path`` at the relative ``target``, atomically; false where links don't work.
+
+        What is there already is replaced if it is a link, else left alone: ``FileExistsError``.
+        """
 
     def free_bytes(self, path: str) -> int | None:
         """Return the bytes that this user may still write at ``path``; ``None`` if unknown."""

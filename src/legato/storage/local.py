@@ -140,7 +140,12 @@ class LocalStorage:
         return FileInfo(is_folder=stat.S_ISDIR(found.st_mode), size_bytes=found.st_size)
 
     def link(self, target: str, path: str) -> bool:
-        """Point ``path`` at the relative ``target``, atomically; false where links don't work."""
+        """Point ``path`` at the relative ``target``, atomically; false where links don't work.
+
+        What is there already is replaced if it is a link, else left alone: ``FileExistsError``.
+        """
+        if os.path.lexists(path) and not os.path.islink(path):
+            raise FileExistsError(errno.EEXIST, "it isn't a link, so it is left alone", path)
         beside = f"{path}.tmp-{os.getpid()}-{threading.get_ident()}"
         try:
             with contextlib.suppress(FileNotFoundError):

@@ -162,11 +162,11 @@ class MemoryStorage:
             return FileInfo(is_folder=isinstance(node, Folder), size_bytes=size_bytes)
 
     def link(self, target: str, path: str) -> bool:
-        """Point ``path`` at the relative ``target``."""
+        """Point ``path`` at the relative ``target``; only a link is replaced."""
         with self._lock:
             folder, name = self._parent(path)
-            if isinstance(folder.entries.get(name), Folder):
-                _fail(errno.EISDIR, path)
+            if not isinstance(folder.entries.get(name), Link | None):
+                _fail(errno.EEXIST, path)
             folder.entries[name] = Link(target)
             return True
 

@@ -296,6 +296,19 @@ def test_names_that_only_look_like_steps_are_not_ours(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_somebodys_own_file_is_never_replaced_by_a_link(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "latest").write_text("mine")
+    save_steps(out, 1, keep=KeepLast(2))
+    save_steps(out, 2)
+    assert (out / "latest").read_text() == "mine"
+    assert "the link 'latest'" in caplog.text
+    assert "it isn't a link, so it is left alone" in caplog.text
+
+
 def test_steps_of_another_run_are_neither_resumed_nor_pruned(tmp_path: Path) -> None:
     """Two runs that took turns in one folder, by hand: the last one's steps are the run's."""
     out = tmp_path / "out"

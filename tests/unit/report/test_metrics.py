@@ -166,6 +166,28 @@ log.write("step", step=4)
     assert done.stderr.count("metrics are being lost") == 1
 
 
+def test_a_file_that_was_deleted_is_begun_anew_once_its_folder_is_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "out" / "metrics.jsonl"
+    log = MetricsLog(path)
+    log.write("step", step=1)
+    path.unlink()
+    path.parent.rmdir()
+    log.write("step", step=2)  # whoever deletes the folder isn't disturbed
+    assert not path.parent.exists()
+    assert "has gone" not in caplog.text
+    path.parent.mkdir()
+    log.write("step", step=3)
+    path.rename(tmp_path / "moved.jsonl")
+    log.write("step", step=4)
+    log.write("step", step=5)
+    log.close()
+    assert [event["step"] for event in read_events(path)] == [4, 5]
+    assert [event["step"] for event in read_events(tmp_path / "moved.jsonl")] == [3]
+    assert caplog.text.count("has gone: metrics go on in a new file") == 2
+
+
 def test_a_folder_that_cant_be_written_is_an_error_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OSError) as caught:  # noqa: PT011 (the errno is checked below)

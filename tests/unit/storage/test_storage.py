@@ -162,6 +162,17 @@ def test_a_link_is_followed_replaced_and_removed_alone(fresh: Fresh) -> None:
     assert storage.list_folder(root) == ["step_1", "step_2"]
 
 
+def test_a_link_never_takes_the_place_of_a_file_or_a_folder(fresh: Fresh) -> None:
+    storage, root = fresh
+    storage.write_bytes(f"{root}/latest", b"somebody's own")
+    storage.make_folder(f"{root}/best")
+    for name in ("latest", "best"):
+        with pytest.raises(FileExistsError):
+            storage.link("step_1", f"{root}/{name}")
+    assert storage.list_folder(root) == ["best", "latest"]
+    assert storage.read_bytes(f"{root}/latest") == b"somebody's own"
+
+
 def test_a_dangling_link_is_nothing(fresh: Fresh) -> None:
     storage, root = fresh
     assert storage.link("step_9", f"{root}/latest")
