@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.runs import RECIPES, legato, steps_in, write_config
+from tests.helpers.runs import RECIPES, legato, write_config
 from tests.helpers.tiny import build_tokenizer, write_model
 
 Case = Callable[[Path, Path], list[str]]
@@ -109,6 +109,16 @@ def fewer_tokens_than_the_tokenizer_knows(folder: Path, model: Path) -> list[str
     return [f"model={narrow}"]
 
 
+def metrics_are_a_folder(folder: Path, model: Path) -> list[str]:
+    (folder / "out" / "metrics.jsonl").mkdir(parents=True)
+    return []
+
+
+def lock_is_a_folder(folder: Path, model: Path) -> list[str]:
+    (folder / "out" / ".lock").mkdir(parents=True)
+    return []
+
+
 def unknown_key(folder: Path, model: Path) -> list[str]:
     return ["sav_every_n_train_steps=3"]
 
@@ -138,6 +148,8 @@ CASES: list[tuple[Case, int, list[str]]] = [
         1,
         ["orders.jsonl:1", "'mugs' (id 259)", "the model has 259"],
     ),
+    (metrics_are_a_folder, 2, ["out/metrics.jsonl is a folder"]),
+    (lock_is_a_folder, 1, ["out/.lock is a folder", "Move it away"]),
     (unknown_key, 2, ["save_every_n_train_steps"]),
     (torchrun_option, 2, ["2 processes", "_finetune_distributed"]),
 ]
@@ -147,7 +159,7 @@ CASES: list[tuple[Case, int, list[str]]] = [
 @pytest.mark.parametrize(
     ("case", "code", "words"), CASES, ids=[case.__name__ for case, *_ in CASES]
 )
-def test_bad_input_is_one_message_before_step_1_and_leaves_no_step(
+def test_bad_input_is_one_message_before_step_1_and_leaves_nothing(
     tmp_path: Path,
     tiny_model_dir: Path,
     capsys: pytest.CaptureFixture[str],
@@ -158,16 +170,13 @@ def test_bad_input_is_one_message_before_step_1_and_leaves_no_step(
 ) -> None:
     config = write_config(tmp_path, model=tiny_model_dir, recipe=recipe)
     arguments = case(tmp_path, tiny_model_dir)
+    before = sorted(tmp_path.glob("**/*"))
     assert legato("run", "--config", config, *arguments) == code
     message = capsys.readouterr().err
     assert message.count("error:") == 1
     assert "Traceback" not in message
     assert all(word in message for word in words), message
-    assert steps_in(tmp_path / "out") == []
-    leftovers = (
-        [p.name for p in (tmp_path / "out").glob("*")] if (tmp_path / "out").exists() else []
-    )
-    assert not [name for name in leftovers if "step" in name]
+    assert sorted(tmp_path.glob("**/*")) == before
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_shapes(

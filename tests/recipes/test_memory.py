@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from legato.checkpoint import ModelPart, OptimizerPart
 from legato.checkpoint.parts import packed_pieces, sort_parts, state_tensors
@@ -18,7 +19,13 @@ from legato.errors import ConfigError
 from legato.models.names import named_weights
 from legato.optim.build import build_optimizer
 from legato.parallel.world import World
-from legato.recipes.memory import Memory, MemoryNeeds, check_memory, estimate_memory
+from legato.recipes.memory import (
+    Memory,
+    MemoryNeeds,
+    check_memory,
+    estimate_memory,
+    free_memory,
+)
 from legato.recipes.model import DTYPES, build_model
 from tests.helpers.runs import RECIPES, legato, write_config
 from tests.helpers.sharded import build_config, take_step
@@ -156,3 +163,4 @@ def test_validate_full_tells_it_before_the_model_is_loaded(
     told = " ".join(capsys.readouterr().err.split())
     assert "memory: training keeps 4" in told
     assert "100 kB of host memory are free" in told
+    assert free_memory(torch.device("cpu"), num_sharing=4) == Memory(host=25_000)

@@ -20,6 +20,7 @@ import typer
 from legato.errors import LegatoError, PeerLostError, StopRequested, WorldError
 from legato.parallel.placement import Placement
 from legato.parallel.reports import RankEnd, clear_end, is_over, launch_folder, write_end
+from legato.storage.writing import writing_to
 
 LOGS_FOLDER = "logs"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -97,8 +98,10 @@ def _end_of(error: BaseException, *, rank: int) -> RankEnd:
 @contextlib.contextmanager
 def _rank_log(placement: Placement, folder: Path) -> Iterator[TextIO]:
     """Open this rank's log; all ranks but 0 write nowhere else from now on."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"rank_{placement.rank}.log").open("a", encoding="utf-8") as log:
+    with writing_to(folder.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / f"rank_{placement.rank}.log").open("a", encoding="utf-8")
+    with file as log:
         log.write(
             f"--- rank {placement.rank} of {placement.world_size}, process {os.getpid()}, "
             f"attempt {placement.attempt}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n"

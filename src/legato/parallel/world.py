@@ -47,6 +47,7 @@ class World:
         control: The same ranks over gloo, for the main thread.
         attempt: How often the launcher restarted the ranks.
         launch_id: Name of the launch; None: it has none.
+        local_world_size: Number of processes on this host.
     """
 
     rank: int
@@ -56,6 +57,7 @@ class World:
     control: Peers = field(default_factory=Peers)
     attempt: int = 0
     launch_id: str | None = None
+    local_world_size: int = 1
 
     @property
     def is_main(self) -> bool:
@@ -116,6 +118,7 @@ class World:
             control=control,
             attempt=placement.attempt,
             launch_id=placement.launch_id,
+            local_world_size=placement.local_world_size,
         )
         try:
             yield world

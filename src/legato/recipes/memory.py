@@ -62,7 +62,7 @@ class MemoryNeeds:
 
 @dataclass(frozen=True)
 class Memory:
-    """Free bytes; ``device`` is None where the device computes in host memory."""
+    """Bytes that one process may take; ``device``: None where it computes in host memory."""
 
     host: int
     device: int | None = None
@@ -126,16 +126,17 @@ def estimate_memory(config: RunConfig, *, world: World) -> MemoryNeeds:
     )
 
 
-def free_memory(device: torch.device) -> Memory:
-    """What this machine can still give, by its kernel's estimate and the driver's.
+def free_memory(device: torch.device, *, num_sharing: int = 1) -> Memory:
+    """What this machine can still give a process, by its kernel's estimate and the driver's.
 
     Args:
-        device: Where the run computes.
+        device: Where the process computes; no other one of the run does.
+        num_sharing: Processes of the run on this host: each gets its part of the host's memory.
 
     Returns:
         The free bytes.
     """
-    host = int(psutil.virtual_memory().available)
+    host = int(psutil.virtual_memory().available) // num_sharing
     if device.type != "cuda":
         return Memory(host)
     return Memory(host, torch.cuda.mem_get_info(device)[0])

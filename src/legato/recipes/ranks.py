@@ -16,6 +16,7 @@ from legato.data.samples import TokenizedData
 from legato.errors import ConfigError, DataError
 from legato.parallel.mesh import MeshPlan, plan_mesh
 from legato.parallel.world import World
+from legato.storage.writing import writing_to
 
 
 def check_same_config(config: RunConfig, *, world: World, flags: Mapping[str, bool]) -> None:
@@ -126,8 +127,9 @@ def check_shared_storage(output_dir: str, *, world: World) -> None:
     host = socket.gethostname()
 
     def write() -> None:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(token)
+        with writing_to(output_dir):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(token)
 
     world.on_every_rank(write if world.is_main else lambda: None)
     seen = world.gather([host, place.is_file() and place.read_text() == token])

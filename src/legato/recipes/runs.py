@@ -26,6 +26,7 @@ from legato.recipes.data import RunData, build_run_data
 from legato.recipes.facts import introduce, refuse_full_disk, start_facts
 from legato.recipes.inputs import check_inputs, check_same_inputs
 from legato.recipes.memory import check_memory, estimate_memory, free_memory
+from legato.recipes.output import open_metrics, output_folder, write_config
 from legato.recipes.parts import RunParts, build_parts, watched_metric
 from legato.recipes.plan import (
     check_changes,
@@ -43,10 +44,8 @@ from legato.recipes.ranks import (
     check_mesh,
     check_same_config,
     check_same_data,
-    check_shared_storage,
 )
 from legato.report.loggers import RunFacts, build_loggers
-from legato.report.metrics import MetricsLog
 from legato.report.progress import Progress
 from legato.report.report import RunReport, SilentReport
 from legato.report.start import StartFacts
@@ -111,15 +110,16 @@ def run(
         check_same_config(config, world=world, flags=flags)
         check_local_problems(local_problems, world=world)
         check_mesh(config, world=world)
-        if config.shared_storage:
-            check_shared_storage(config.output_dir, world=world)
-        with open_checkpointer(
-            config,
-            config_name=config_name,
-            config_yaml=config_yaml,
-            start_over=start_over,
-            world=world,
-        ) as checkpointer:
+        with (
+            output_folder(config, config_name=config_name, world=world),
+            open_checkpointer(
+                config,
+                config_name=config_name,
+                config_yaml=config_yaml,
+                start_over=start_over,
+                world=world,
+            ) as checkpointer,
+        ):
             return _run(
                 config,
                 checkpointer,
@@ -200,7 +200,7 @@ def _run_on(
         resume_step=state.step,
     )
     if world.is_main:
-        Path(config.output_dir, f"{config_name}.yaml").write_text(config_yaml, encoding="utf-8")
+        write_config(config, config_name=config_name, config_yaml=config_yaml)
         introduce(facts, data)
     return _train(config, facts, data, parts, checkpointer, world=world)
 
@@ -225,7 +225,7 @@ def preflight(config: RunConfig, *, config_name: str) -> StartFacts:
         with closing(data.loader):
             # Before the model is loaded: a machine that runs out of memory says nothing of use.
             needs = estimate_memory(config, world=world)
-            free = free_memory(world.device)
+            free = free_memory(world.device, num_sharing=world.local_world_size)
             world.on_every_rank(lambda: check_memory(needs, free, cpu_offload=config.cpu_offload))
             parts = build_parts(config, data, world=world, state=state)
             facts = start_facts(
@@ -376,7 +376,7 @@ def _reporting(
             resumed_step=state.step,
         ),
     )
-    metrics = MetricsLog(Path(config.output_dir, "metrics.jsonl"), loggers=loggers)
+    metrics = open_metrics(config, loggers=loggers)
     progress = Progress(total_steps=facts.total_steps, first_step=state.step)
     try:
         if facts.resumes_from is None:
