@@ -25,7 +25,7 @@
       CompileError, RuntimeError                 no compiler, or too many forms of batches
       NonFiniteError, ArithmeticError            a loss or a gradient that isn't finite
       MissingDependencyError, ImportError        an optional package isn't installed
-    StopRequested (130 or 143)                   not a LegatoError: a signal asked for it
+    StopRequested (129, 130 or 143)              not a LegatoError: a signal asked for it
 
 A message says where, what was expected, what was found, and what to do; the facts are attributes.
 """

@@ -1,7 +1,7 @@
 """How a command ends: one message for the user, and an exit code that a script can rely on.
 
-0 done; 1 error; 2 usage or config; 3 a checkpoint could not be written; 130 / 143 stopped by a
-signal after a saved checkpoint.
+0 done; 1 error; 2 usage or config; 3 a checkpoint could not be written; 129 / 130 / 143 stopped by
+a signal after a saved checkpoint.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def _begin(do: Callable[[Any], Any]) -> None:
     _work = do
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process, one core
     # A signal for the whole group is for the run: it goes on to the end of its step and saves.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

@@ -32,6 +32,7 @@ from legato.parallel.reports import (
     first_failure,
     read_ends,
 )
+from legato.parallel.terminal import leave_closed_terminal
 
 logger = logging.getLogger(__name__)
 
@@ -243,7 +244,8 @@ class _Signals:
     """Passes signals on to the processes, in place of torch's own handlers.
 
     ====================  =======================================================================
-    SIGTERM, SIGINT       to every process, once: save and stop; killed if they take too long
+    SIGTERM, SIGINT,      to every process, once: save and stop; killed if they take too long
+    SIGHUP                (one that is ignored stays so: nohup)
     a second SIGINT       all processes are killed
     SIGUSR1               to one process: every rank saves
     ====================  =======================================================================
@@ -261,9 +263,12 @@ class _Signals:
         if threading.current_thread() is threading.main_thread():
             for number, handler in (
                 (signal.SIGTERM, self._on_stop),
+                (signal.SIGHUP, self._on_stop),
                 (signal.SIGINT, self._on_stop),
                 (signal.SIGUSR1, self._on_save),
             ):
+                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                    continue
                 self._old_handlers[number] = signal.signal(number, handler)
         return self
 
@@ -280,6 +285,8 @@ class _Signals:
                 worker.kill()
 
     def _on_stop(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            leave_closed_terminal()
         if self.stop is None:
             self.stop = number
             # First the note, then the signal: one that is just being started reads it.

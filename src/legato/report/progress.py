@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import resource
 import sys
@@ -111,7 +112,8 @@ class Progress:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._cleanup.close()
+        with _without_terminal():
+            self._cleanup.close()
         self._live = None
 
     def step(self, facts: StepFacts, *, log: bool = True) -> None:
@@ -181,7 +183,8 @@ class Progress:
         self._print(message)
 
     def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        with _without_terminal():
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _render(self) -> Group:
         done = self._first_step if self._facts is None else self._facts.step
@@ -233,6 +236,16 @@ def remaining_text(*, done_steps: int, left_steps: int, elapsed_seconds: float) 
     if done_steps <= 0:
         return "first step"
     return human_seconds(elapsed_seconds / done_steps * left_steps) + " left"
+
+
+@contextmanager
+def _without_terminal() -> Iterator[None]:
+    """A terminal that was closed ends no run by itself: what it was to show is dropped."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
 
 
 @contextmanager

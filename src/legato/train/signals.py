@@ -1,7 +1,7 @@
 """Signals and the trigger file become one answer per step: save now? stop now?
 
 =============================  ==============================================================
-SIGTERM, the first SIGINT      save and stop
+SIGTERM, SIGHUP, first SIGINT  save and stop; a SIGHUP that is ignored (nohup) stays ignored
 a second SIGINT                stop at once: KeyboardInterrupt where the program stands
 SIGUSR1                        save and go on
 a file ``output_dir/SAVE``     save and go on; the file is removed
@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
+
+from legato.parallel.terminal import leave_closed_terminal
 
 _log = logging.getLogger(__name__)
 
@@ -70,9 +72,12 @@ class StopSignals:
         if threading.current_thread() is threading.main_thread():
             for number, handler in (
                 (signal.SIGTERM, self._on_stop),
+                (signal.SIGHUP, self._on_hangup),
                 (signal.SIGINT, self._on_interrupt),
                 (signal.SIGUSR1, self._on_save),
             ):
+                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                    continue  # nohup: the run is to outlive its terminal
                 self._old_handlers[number] = signal.signal(number, handler)
         return self
 
@@ -110,11 +115,15 @@ class StopSignals:
         """Collective: whether a stop was asked for; long work between steps then ends early."""
         return bool(self._agree([float(self._stop or 0)])[0])
 
-    # Handlers only set flags: they run between any two bytecodes, where logging isn't safe.
+    # Handlers do next to nothing: they run between any two bytecodes, where logging isn't safe.
 
     def _on_stop(self, number: int, _frame: FrameType | None) -> None:
         if self._stop is None:
             self._stop = number
+
+    def _on_hangup(self, number: int, frame: FrameType | None) -> None:
+        leave_closed_terminal()
+        self._on_stop(number, frame)
 
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
         self._num_interrupts += 1

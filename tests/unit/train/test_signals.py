@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -14,6 +15,18 @@ import pytest
 from legato.train.signals import Request, StopSignals
 
 NOTHING = Request(save=False, stop=None)
+
+# A session of its own, with the terminal on standard input; the last line goes to the terminal.
+TERMINAL = """
+import atexit, fcntl, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+def say():
+    sys.stderr.write("saved\\n")
+    print("the end", flush=True)
+
+atexit.register(say)
+"""
 
 # Polls 100 times a second, as if steps took 10 ms, and says what it was asked.
 LOOP = """
@@ -75,8 +88,8 @@ def started(folder: Path, mode: str) -> Iterator[Loop]:
         loop.process.communicate()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_first_sigterm_or_sigint_asks_to_save_and_stop(loop: Loop, number: int) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_the_first_sigterm_sigint_or_sighup_asks_to_save_and_stop(loop: Loop, number: int) -> None:
     os.kill(loop.process.pid, number)
     code, out, err = loop.end()
     assert (code, out) == (128 + number, f"stop {number} True")
@@ -125,8 +138,35 @@ def test_a_stop_stays_asked_for_and_the_first_one_counts() -> None:
         assert signals.poll() == signals.poll() == Request(save=True, stop=signal.SIGTERM)
 
 
+def test_a_closed_terminal_asks_to_save_and_stop_and_no_later_line_is_an_error(
+    tmp_path: Path,
+) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", TERMINAL + LOOP, str(tmp_path), "polling"]
+    with subprocess.Popen(
+        command, stdin=theirs, stderr=theirs, stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        os.close(theirs)
+        os.close(ours)  # the window is closed
+        out, _ = process.communicate(timeout=20)
+    assert (process.returncode, out) == (129, b"stop 1 True\nthe end\n")
+
+
+def test_under_nohup_a_closed_terminal_stops_nothing() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            signal.raise_signal(signal.SIGHUP)
+            assert signals.poll() == NOTHING
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_the_old_handlers_come_back() -> None:
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
     try:
