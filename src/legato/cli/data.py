@@ -64,12 +64,14 @@ def show(
     )
     shown = first_samples(samples, count=count, seed=run.seed)
     if as_json:
-        show_json(_facts(samples, overview, shown))
+        show_json(_facts(samples, overview, shown, streaming=run.streaming))
     else:
         _print(samples, overview, shown, packing=run.packing, streaming=run.streaming)
 
 
-def _facts(samples: Samples, overview: Overview, shown: list[Sample]) -> dict[str, Any]:
+def _facts(
+    samples: Samples, overview: Overview, shown: list[Sample], *, streaming: bool
+) -> dict[str, Any]:
     from dataclasses import asdict
 
     from legato.data.show import decode_segments
@@ -78,6 +80,7 @@ def _facts(samples: Samples, overview: Overview, shown: list[Sample]) -> dict[st
     held_out = samples.held_out.report.datasets if samples.held_out is not None else ()
     return {
         **asdict(overview),
+        "first_block_only": streaming,
         "max_seq_len": samples.max_seq_len,
         "notes": list(reports.notes),
         "warnings": list(reports.warnings),

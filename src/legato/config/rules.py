@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from legato.config.formats import UNREAD
 from legato.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -168,6 +169,10 @@ ONLY_WITH = (
         ("train_on_inputs",),
         lambda c: not c.train_on_inputs,
         "train_on_inputs: true trains every turn",
+    ),
+    *(
+        OnlyWith(each.keys, ("datasets", "eval_datasets"), each.may_be_read, each.reason)
+        for each in UNREAD
     ),
     OnlyWith(
         ("shuffle_buffer_size",),

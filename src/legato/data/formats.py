@@ -65,6 +65,9 @@ SHAREGPT_ROLES = {
     "tool": "tool",
 }
 CALL_ROLES = ("function_call", "tool_call")
+# Names by which turns say more of themselves, in messages and in sharegpt rows alike.
+WEIGHTS = ("weight", "loss_weight")
+REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 def detect_format(columns: Mapping[str, Any], *, where: str) -> tuple[str, dict[str, str]]:
@@ -273,10 +276,12 @@ def _message(turn: object, number: int) -> Message:
         content = ""
     if isinstance(content, list):
         content = "".join(_part(part, where) for part in content)
-    reasoning = next(
-        (turn[key] for key in ("reasoning_content", "reasoning", "thinking") if turn.get(key)), None
-    )
-    weights = [turn[key] for key in ("weight", "loss_weight") if turn.get(key) is not None]
+    thoughts = [turn[key] for key in REASONING if turn.get(key)]
+    if thoughts and role != "assistant":
+        raise ValueError(f"{where}: only the assistant reasons, this is a message of {role}")
+    if any(thought != thoughts[0] for thought in thoughts):
+        raise ValueError(f"{where}: several of {', '.join(REASONING)}, and they differ; give one")
+    weights = [turn[key] for key in WEIGHTS if turn.get(key) is not None]
     if unknown := [weight for weight in weights if weight not in (0, 1)]:
         raise ValueError(
             f"{where}: weight {unknown[0]!r}; 0 (not trained) and 1 (trained) are known"
@@ -287,7 +292,7 @@ def _message(turn: object, number: int) -> Message:
         role=str(role),
         content=_text(content, f"{where}: content"),
         is_trained=bool(weights[0]) if weights else None,
-        reasoning=None if reasoning is None else _text(reasoning, f"{where}: reasoning"),
+        reasoning=_text(thoughts[0], f"{where}: reasoning") if thoughts else None,
         tool_calls=calls,
         tool_call_id=read_call_id(turn.get("tool_call_id"), where) if role == "tool" else None,
     )
@@ -311,7 +316,7 @@ def _sharegpt(values: Mapping[str, Any]) -> tuple[Message, ...]:
         if not isinstance(turn, dict) or "from" not in turn:
             raise ValueError(f"conversations: turn {number} isn't an object with from and value")
         sender = turn["from"]
-        message = {key: turn[key] for key in ("weight", "loss_weight") if key in turn}
+        message = {key: turn[key] for key in (*WEIGHTS, *REASONING) if key in turn}
         if sender in CALL_ROLES:
             message |= {"role": "assistant", "tool_calls": turn.get("value")}
             if not turn.get("value"):

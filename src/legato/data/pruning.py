@@ -85,8 +85,14 @@ def prune_rows(folder: Path, *, most_bytes: int = MOST_BYTES) -> None:
     chosen = plan_pruning(kept, now=now, most_bytes=most_bytes)
     chosen += [each.path for each in unfinished if now - each.used_at > _MOST_SECONDS_UNFINISHED]
     for path in chosen:
-        shutil.rmtree(path, ignore_errors=True)
-        logger.info("tokenized rows: removed %s, not used for long or too much", path)
+        try:
+            shutil.rmtree(path)
+        except FileNotFoundError:  # another process was faster
+            continue
+        except OSError as error:
+            logger.warning("tokenized rows: %s is too old or too much, and stays: %s", path, error)
+        else:
+            logger.info("tokenized rows: removed %s, not used for long or too much", path)
 
 
 def mark_used(entry: Path) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from typing import TYPE_CHECKING
 
+from legato.config.formats import unread_keys
 from legato.config.schema import DatasetConfig, RunConfig
 from legato.data.build import split_validation
 from legato.data.cache import build_cached, cache_folder
 from legato.data.chat import ChatFormatter
 from legato.data.formats import DatasetSpec
-from legato.data.samples import TokenizedData
+from legato.data.samples import DatasetReport, TokenizedData
 from legato.data.stream import Stream
 from legato.errors import ConfigError
 from legato.models.load import find_model, load_tokenizer, model_facts
@@ -79,11 +80,14 @@ def read_all(config: RunConfig, reading: Reading) -> tuple[TokenizedData, Tokeni
 
     Raises:
         DataError: A file, a row or a column that can't be used; nothing left to train on.
+        ConfigError: A key that these rows have no use for.
     """
     train = _read(config.datasets, config, reading)
+    held_out = _read_held_out(config, reading)
+    _refuse_unread(config, train.report.datasets, held_out)
     if config.val_set_size:
         return split_validation(train, val_set_size=config.val_set_size, seed=config.seed)
-    return train, _read(config.eval_datasets, config, reading) if config.eval_datasets else None
+    return train, held_out
 
 
 def open_stream(
@@ -101,6 +105,7 @@ def open_stream(
 
     Raises:
         DataError: Nothing there, or a row that can't be used.
+        ConfigError: A key that these rows have no use for.
     """
     stream = Stream(
         dataset_spec(config.datasets[0]),
@@ -112,9 +117,21 @@ def open_stream(
         num_held_out=int(config.val_set_size),
         num_workers=num_workers,
     )
-    if stream.num_held_out:
-        return stream, stream.held_out()
-    return stream, _read(config.eval_datasets, config, reading) if config.eval_datasets else None
+    held_out = _read_held_out(config, reading)
+    _refuse_unread(config, [stream.account().report()], held_out)
+    return stream, stream.held_out() if stream.num_held_out else held_out
+
+
+def _read_held_out(config: RunConfig, reading: Reading) -> TokenizedData | None:
+    return _read(config.eval_datasets, config, reading) if config.eval_datasets else None
+
+
+def _refuse_unread(
+    config: RunConfig, train: Iterable[DatasetReport], held_out: TokenizedData | None
+) -> None:
+    reports = [*train, *(held_out.report.datasets if held_out is not None else ())]
+    if problems := unread_keys(config, formats=[each.type for each in reports]):
+        raise ConfigError(problems)
 
 
 def _read(datasets: Sequence[DatasetConfig], config: RunConfig, reading: Reading) -> TokenizedData:

@@ -78,6 +78,28 @@ def test_json_has_the_same_facts(config: Path, capsys: pytest.CaptureFixture[str
     ]
 
 
+def test_json_says_whether_the_figures_are_of_a_streams_first_block(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream = ["streaming=true", "max_steps=1", "shuffle_buffer_size=2"]
+    for words, is_part, num_rows in ([], False, 3), (stream, True, 2):
+        assert main(["data", "show", str(config), "--json", *words]) == 0
+        facts = json.loads(capsys.readouterr().out)
+        assert (facts["first_block_only"], facts["datasets"][0]["num_rows"]) == (is_part, num_rows)
+
+
+@pytest.mark.parametrize("words", [[], ["streaming=true", "max_steps=1"]])
+def test_a_key_that_the_rows_have_no_use_for_is_refused_once_they_are_read(
+    config: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config.with_name("rows.jsonl").write_text('{"text": "Hello."}\n')
+    assert main(["data", "show", str(config), "turns_to_train=all", *words]) == 0
+    assert main(["data", "show", str(config), "turns_to_train=last", *words]) == 2
+    found = capsys.readouterr().err
+    assert "turns_to_train: segments and plain text have no turns" in found
+    assert "and the rows are text. Leave it out" in found
+
+
 def test_overrides_apply_and_nothing_is_written(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,6 +18,7 @@ BASE: dict[str, Any] = {
     "datasets": [{"path": "a"}],
     "optimizer": {"lr": 1.0},
 }
+TEXT = {"datasets": [{"path": "a", "type": "text"}]}
 STREAM = {"streaming": True, "max_steps": 5}
 LORA = {"recipe": "lora_finetune_single_device"}
 IN_BACKWARD = {"optimizer_in_backward": True, "clip_grad_norm": None}
@@ -56,6 +57,13 @@ IGNORED = [
         "chat_template_kwargs: the pack",
     ),
     ({"train_on_inputs": True, "roles_to_train": ["user"]}, "roles_to_train: train_on_inputs"),
+    (TEXT | {"roles_to_train": ["user"]}, "roles_to_train: segments and plain text have no turns"),
+    (TEXT | {"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs: segments and plain text"),
+    (TEXT | {"train_on_inputs": False}, "train_on_inputs: plain text is trained from end to end"),
+    (
+        {"datasets": [{"path": "a", "type": "segments"}], "special_tokens_in_text": "allow"},
+        "special_tokens_in_text: the control tokens that stand in segments are meant",
+    ),
     ({"shuffle_buffer_size": 5}, "shuffle_buffer_size: data that is read before training"),
     (STREAM | {"epochs": 2}, "epochs: a stream is as long as max_steps says"),
     (STREAM | {"max_steps_per_epoch": 2}, "max_steps_per_epoch: a stream is as long as max_steps"),

@@ -126,6 +126,13 @@ def test_weights_and_reasoning_of_messages_are_kept() -> None:
     }
 
 
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_a_turn_of_sharegpt_keeps_its_reasoning(key: str) -> None:
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "A", key: "Hm."}]
+    made = convert_row(Row("a:1", "a:1", {"conversations": turns}), "sharegpt", {})
+    assert made.messages[1] == Message("assistant", "A", reasoning="Hm.")
+
+
 def test_a_prompt_of_messages_is_not_trained_even_where_it_holds_answers() -> None:
     row = {
         "prompt": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}],
@@ -210,6 +217,16 @@ def test_a_prompt_of_messages_is_not_trained_even_where_it_holds_answers() -> No
             "sharegpt",
             {"conversations": [], "tools": "[{}]"},
             "tools: entry 1 isn't an object with a name",
+        ),
+        (
+            "sharegpt",
+            {"conversations": [{"from": "human", "value": "a", "thinking": "Hm."}]},
+            "message 1: only the assistant reasons, this is a message of user",
+        ),
+        (
+            "messages",
+            {"messages": [{"role": "assistant", "reasoning": "a", "thinking": "b"}]},
+            "message 1: several of reasoning_content, reasoning, thinking, and they differ",
         ),
         ("prompt_completion", {"prompt": "a", "completion": None}, "completion is null"),
         ("segments", {"segments": []}, "segments: expected a list of at least one segment"),

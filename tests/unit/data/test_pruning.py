@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -73,3 +74,24 @@ def test_making_an_entry_removes_those_that_were_not_read_for_long(tmp_path: Pat
 
     prune_rows(cache, most_bytes=1)
     assert {path.name for path in cache.iterdir()} == {made} | others
+
+
+def test_what_cannot_be_removed_is_said_to_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    caplog.set_level("INFO")
+    left = tmp_path / f".{'0f' * 16}-crashed"
+    left.mkdir()
+    os.utime(left, (0, 0))
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", refuse)
+        prune_rows(tmp_path)
+    prune_rows(tmp_path)
+    assert caplog.messages == [
+        f"tokenized rows: {left} is too old or too much, and stays: [Errno 13] Permission denied: "
+        f"'{left}'",
+        f"tokenized rows: removed {left}, not used for long or too much",
+    ]
