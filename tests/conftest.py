@@ -11,6 +11,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,8 @@ import torch
 from filelock import FileLock
 
 from tests.helpers import tiny
+
+READERS = ("legato-read", "legato-prefetch")
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +50,14 @@ def no_environment_leaks() -> Iterator[None]:
         if not k.startswith(("KMP_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_", "PYTEST_"))
     }
     assert not leaked, f"environment variables leaked: {sorted(leaked)}"
+
+
+@pytest.fixture(autouse=True)
+def no_reading_thread_left() -> Iterator[None]:
+    """Whoever opens data closes it, however a run ends."""
+    yield
+    left = [each.name for each in threading.enumerate() if each.name.startswith(READERS)]
+    assert not left, f"threads that still read: {left}"
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import pytest
 from legato.data.samples import DataReport, Sample, SampleColumns
 from legato.errors import ConfigError, DataError
 from legato.parallel.world import World
-from legato.recipes.ranks import check_same_data, check_shared_storage
+from legato.recipes.ranks import check_shared_storage, read_same_data
 from tests.helpers import spawn
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -43,7 +43,7 @@ def reads(rank: int, lengths: list[tuple[int, ...]]) -> str | None:
     data = columns.finish(weights=(1.0,), report=DataReport(()))
     with World.join("cpu", distributed=True, environment={}) as world:
         try:
-            check_same_data(data, world=world)
+            read_same_data(lambda: data, samples=lambda read: read, world=world)
         except DataError as error:
             return str(error)
     return None

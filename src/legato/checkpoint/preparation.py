@@ -25,9 +25,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# What a rank says of itself.
-_READY, _WITHOUT_COPY, _FAILED = 0.0, 1.0, 2.0
-
 
 @dataclass(eq=False)
 class _Kept:
@@ -121,19 +118,16 @@ class Preparation:
                 it is.
         """
         try:
-            value, error = begin(), None
-        except Exception as caught:
-            value, error = None, caught
-        mine = _FAILED if error else _READY if self.makes_copies else _WITHOUT_COPY
-        said = [theirs for [theirs] in self._control.gather_numbers([mine])]
-        if _FAILED in said:
-            text = None if error is None else f"{type(error).__name__}: {error}"
-            self._raise_for_all(error, self._control.gather(text))
-        if _WITHOUT_COPY in said and self._kept is not None and self._kept.stager is not None:
+            value, said = self._control.on_every_rank_saying(
+                begin, word=lambda _: float(self.makes_copies)
+            )
+        except PeerLostError as error:
+            raise PeerLostError(f"no save is begun: {error}", rank=error.rank) from None
+        if not all(said) and self._kept is not None and self._kept.stager is not None:
             self._kept.stager.close()
             self._kept.stager = None
             _warn_of_pauses("another rank")
-        return value  # type: ignore[return-value]
+        return value
 
     def wait_staged(self) -> None:
         """Order what is computed from now on behind the snapshot; see `Stager.wait_staged`."""
@@ -153,12 +147,6 @@ class Preparation:
         except MemoryError as error:
             _warn_of_pauses(str(error))
             return None
-
-    def _raise_for_all(self, error: Exception | None, texts: list[str | None]) -> None:
-        if error is not None:
-            raise error
-        rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
-        raise PeerLostError(f"no save is begun: rank {rank} failed: {text}", rank=rank)
 
 
 def _warn_of_pauses(problem: str) -> None:

@@ -1,4 +1,4 @@
-"""The order of every epoch: a pure function of (seed, epoch)."""
+"""The order of every epoch, and of a stream's blocks: pure functions of (seed, epoch, place)."""
 
 from __future__ import annotations
 
@@ -54,6 +54,21 @@ class EpochOrder:
                 parts.append(members[np.sort(drawn)])
         rows = np.concatenate(parts)
         return rows[permutation(len(rows), seed=self._seed, epoch=epoch)] if self._shuffle else rows
+
+
+def block_order(length: int, *, seed: int, epoch: int, first_row: int) -> Indices:
+    """The order of a stream's block, which its place in the stream draws.
+
+    Args:
+        length: Rows that the block is dealt as: of a packed one, its packs.
+        seed: Of the run.
+        epoch: The pass over the source, from 0.
+        first_row: Number of the block's first row in the source, from 0.
+
+    Returns:
+        Int64 ``[length]``.
+    """
+    return permutation(length, seed=seed, epoch=epoch, stream=first_row)
 
 
 def permutation(length: int, *, seed: int, epoch: int, stream: int = 0) -> Indices:

@@ -1,13 +1,45 @@
-"""Batches of the next steps, made while the current one is trained."""
+"""What comes next, made by a thread while the current one is trained."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
 
 from legato.data.dealing import BatchSource, StepBatches
 
+Item = TypeVar("Item")
+
 STEPS_AHEAD = 2
+
+
+class OneAhead(Generic[Item]):
+    """An endless generator whose next item is made by a thread while the last one is in use.
+
+    What comes is what the generator gives, in its order; what fails is raised at its turn, and
+    again if asked again. The first item is made by who asks: processes that a generator starts are
+    the main thread's.
+
+    Args:
+        items: The generator; nobody else may take from it.
+    """
+
+    def __init__(self, items: Generator[Item, None, None]) -> None:
+        self._items = items
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="legato-read")
+        self._pending: Future[Item] | None = None
+
+    def take(self) -> Item:
+        """The next item; the one after it is begun."""
+        item = next(self._items) if self._pending is None else self._pending.result()
+        self._pending = self._thread.submit(next, self._items)
+        return item
+
+    def close(self) -> None:
+        """Wait for the item that is being made, drop it, and close the generator."""
+        self._thread.shutdown(cancel_futures=True)
+        self._items.close()
 
 
 class Prefetcher:

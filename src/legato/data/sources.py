@@ -9,7 +9,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +33,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 
 def read_rows(
     path: str, *, split: str | None = None, skip: int = 0, streaming: bool = False
-) -> Iterator[Row | BadRow]:
+) -> Generator[Row | BadRow, None, None]:
     """Every row of ``path``, in a fixed order.
 
     Args:
@@ -112,7 +112,7 @@ def _refuse_mixed_splits(folder: str, files: list[Path]) -> None:
         )
 
 
-def _read_files(files: list[Path], past: Skip) -> Iterator[Row | BadRow]:
+def _read_files(files: list[Path], past: Skip) -> Generator[Row | BadRow, None, None]:
     names = [file.name for file in files]
     for file in files:
         name = file.name if names.count(file.name) == 1 else str(file)
@@ -134,7 +134,7 @@ class HubSource:
     streaming: bool
 
 
-def _read_hub(source: HubSource, past: Skip) -> Iterator[Row | BadRow]:
+def _read_hub(source: HubSource, past: Skip) -> Generator[Row | BadRow, None, None]:
     path, split = source.path, source.split
     try:
         import datasets

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+import threading
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -27,8 +28,9 @@ from legato.data.chunks import (
 )
 from legato.data.dealing import Dealer, StepBatches
 from legato.data.formats import DatasetSpec
-from legato.data.order import permutation
+from legato.data.order import block_order
 from legato.data.packing import pack_samples
+from legato.data.prefetch import OneAhead
 from legato.data.samples import (
     DataReport,
     Indices,
@@ -115,16 +117,20 @@ class Stream:
         check_options([spec], max_seq_len, excess_length, on_bad_row)
         self.path, self.num_held_out = spec.path, num_held_out
         self._spec, self._block_rows, self._num_workers = spec, block_rows, num_workers
-        name, mapping, _ = settle_type(spec, self._rows(0))
+        with closing(self._rows(0)) as rows:
+            name, mapping, _ = settle_type(spec, rows)
         self._maker = RowFormatter(
             spec, name, mapping, formatter, max_seq_len, excess_length, on_bad_row
         )
 
-    def blocks(self, place: StreamPlace | None = None) -> Generator[Block, None, None]:
+    def blocks(
+        self, place: StreamPlace | None = None, *, is_over: Callable[[], bool] = lambda: False
+    ) -> Generator[Block, None, None]:
         """Every block from ``place`` on, or from the beginning; there is no end.
 
         Args:
             place: Its block comes first.
+            is_over: Asked between chunks of rows: there is an end after all, in mid-block.
 
         Yields:
             Block: In the order of the source; after the last one comes the first one again.
@@ -135,12 +141,16 @@ class Stream:
         place = place or StreamPlace(0, self.num_held_out)
         # A whole block ahead: at its end the next one is there.
         ahead = -(-self._block_rows // CHUNK_ROWS) + self._num_workers
-        chunks = map_ahead(
-            self._maker, self._chunks(place), num_workers=self._num_workers, ahead=ahead
-        )
         members: list[Chunk] = []
-        with closing(chunks):
+        with (
+            closing(self._chunks(place)) as rows,
+            closing(
+                map_ahead(self._maker, rows, num_workers=self._num_workers, ahead=ahead)
+            ) as chunks,
+        ):
             for chunk in chunks:
+                if is_over():
+                    return
                 if chunk.num_rows:
                     members.append(chunk)
                 is_whole = sum(each.num_rows for each in members) == self._block_rows
@@ -150,14 +160,16 @@ class Stream:
 
     def first_samples(self) -> TokenizedData:
         """What the first block holds; :class:`DataError` if that is nothing."""
-        block = next(self.blocks())
+        with closing(self.blocks()) as blocks:
+            block = next(blocks)
         self.account(block.chunks).refuse_nothing_left()
         return block.samples
 
     def held_out(self) -> TokenizedData:
         """The rows that aren't trained on; :class:`DataError` if none of them can be used."""
-        rows = itertools.islice(self._rows(0), self.num_held_out)
-        chunks = tuple(map(self._maker, row_chunks(rows)))
+        with closing(self._rows(0)) as rows:
+            first = itertools.islice(rows, self.num_held_out)
+            chunks = tuple(map(self._maker, row_chunks(first)))
         self.account(chunks).refuse_nothing_left()
         return self._samples(chunks)
 
@@ -168,19 +180,20 @@ class Stream:
             account.add(chunk)
         return account
 
-    def _rows(self, skip: int) -> Iterator[Row | BadRow]:
+    def _rows(self, skip: int) -> Generator[Row | BadRow, None, None]:
         return read_rows(self._spec.path, split=self._spec.split, skip=skip, streaming=True)
 
-    def _chunks(self, place: StreamPlace) -> Iterator[RowChunk]:
+    def _chunks(self, place: StreamPlace) -> Generator[RowChunk, None, None]:
         first_row = place.first_row
         for epoch in itertools.count(place.epoch):
-            rows, begin, before = self._rows(first_row), first_row, -1
-            while before < first_row:
-                before = first_row
-                block = itertools.islice(rows, self._block_rows)
-                for chunk in row_chunks(block, epoch=epoch, first_row=first_row):
-                    first_row += len(chunk.rows)
-                    yield chunk
+            begin, before = first_row, -1
+            with closing(self._rows(first_row)) as rows:
+                while before < first_row:
+                    before = first_row
+                    block = itertools.islice(rows, self._block_rows)
+                    for chunk in row_chunks(block, epoch=epoch, first_row=first_row):
+                        first_row += len(chunk.rows)
+                        yield chunk
             if first_row == begin:
                 held = self.num_held_out
                 if held and begin == held:
@@ -212,6 +225,8 @@ class StreamLoader:
 
     Every rank reads all rows, and takes its own of each step: the rows of a step are the same on
     any number of ranks. The last step of a pass may hold fewer rows than ``global_batch_size``.
+    While one block is dealt, a thread reads the next one: two are in memory, and no step waits for
+    a block unless its steps were faster. Where a step leaves the stream doesn't depend on it.
 
     Args:
         stream: The data set.
@@ -251,18 +266,22 @@ class StreamLoader:
         self._stream, self._dealer, self._seed, self._pack_to = stream, dealer, seed, pack_to
         self._step = step
         start = StreamPlace(0, stream.num_held_out) if place is None else StreamPlace(**place)
-        self._blocks = stream.blocks(start)
+        self._closing = threading.Event()
+        self._blocks = OneAhead(stream.blocks(start, is_over=self._closing.is_set))
         self._account = stream.account()
-        self._enter(next(self._blocks))
-        self._taken = start.taken
-        if place is not None and not self._stands_at(start):
-            raise DataError(
-                f"{stream.path}: the checkpoint stands at row {start.taken} of the block that "
-                f"begins with row {start.first_row + 1}, and there is no such row any more. Give "
-                "the run the data that it had, or begin a new one",
-                path=stream.path,
-            )
-        self._move_on()
+        with ExitStack() as on_error:
+            on_error.callback(self.close)
+            self._enter(self._blocks.take())
+            self._taken = start.taken
+            if place is not None and not self._stands_at(start):
+                raise DataError(
+                    f"{stream.path}: the checkpoint stands at row {start.taken} of the block that "
+                    f"begins with row {start.first_row + 1}, and there is no such row any more. "
+                    "Give the run the data that it had, or begin a new one",
+                    path=stream.path,
+                )
+            self._move_on()
+            on_error.pop_all()
 
     @property
     def micro_batches_per_step(self) -> int:
@@ -303,13 +322,14 @@ class StreamLoader:
         return self._account.as_report()
 
     def close(self) -> None:
-        """End the processes that read ahead."""
+        """End the thread and the processes that read ahead, and close the files."""
+        self._closing.set()
         self._blocks.close()
 
     def _move_on(self) -> None:
         """Go to the next row that is to be trained on, through blocks that hold none."""
         while self._taken == len(self._order):
-            block = next(self._blocks)
+            block = self._blocks.take()
             if block.epoch > self._epoch:
                 self._account.refuse_nothing_left()
                 for line in self.report().lines():
@@ -333,6 +353,6 @@ class StreamLoader:
                 block.epoch
             )
         )
-        self._order: Indices = permutation(
-            len(self._rows), seed=self._seed, epoch=block.epoch, stream=block.first_row
+        self._order: Indices = block_order(
+            len(self._rows), seed=self._seed, epoch=block.epoch, first_row=block.first_row
         )

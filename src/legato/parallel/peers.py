@@ -6,6 +6,7 @@ import datetime as dt
 import json
 import logging
 from collections.abc import Callable, Sequence
+from hashlib import blake2b
 from typing import Any, TypeVar
 
 import torch
@@ -160,22 +161,71 @@ class Peers:
             PeerLostError: It failed on another rank; ``.rank``. A rank's own error is raised as
                 it is.
         """
+        return self.on_every_rank_saying(do, word=lambda _: 0.0)[0]
+
+    def on_every_rank_saying(
+        self, do: Callable[[], T], *, word: Callable[[T], float]
+    ) -> tuple[T, list[float]]:
+        """Collective: :meth:`on_every_rank`, and a number that each rank says in the same message.
+
+        Args:
+            do: Called on every rank; talks to no other rank.
+            word: What this rank says of what its ``do`` returned.
+
+        Returns:
+            What this rank's ``do`` returned, and every rank's word, by rank.
+
+        Raises:
+            PeerLostError: It failed on another rank; ``.rank``. A rank's own error is raised as
+                it is.
+        """
+        if self.group is None:
+            value = do()
+            return value, [word(value)]
         try:
-            value, error = do(), None
+            value = do()
+            mine, error = word(value), None
         except Exception as caught:
-            value, error = None, caught
-        texts = self.gather(None if error is None else f"{type(error).__name__}: {error}")
-        if error is not None:
-            raise error
-        for rank, text in enumerate(texts):
-            if text is not None:
-                raise PeerLostError(f"rank {rank}: {text}", rank=rank)
-        return value  # type: ignore[return-value]
+            mine, error = 0.0, caught
+        said = self.gather_numbers([mine, float(error is not None)])
+        if any(failed for _, failed in said):
+            texts = self.gather(None if error is None else f"{type(error).__name__}: {error}")
+            if error is not None:
+                raise error
+            rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
+            raise PeerLostError(f"rank {rank}: {text}", rank=rank)
+        return value, [theirs for theirs, _ in said]
+
+    def on_every_rank_alike(
+        self, do: Callable[[], T], *, fact: Callable[[T], Any]
+    ) -> tuple[T, list[Any]]:
+        """Collective: :meth:`on_every_rank`, and whether what it made is the same on all ranks.
+
+        Args:
+            do: Called on every rank; talks to no other rank.
+            fact: A JSON value that must be the same on all.
+
+        Returns:
+            What this rank's ``do`` returned, and the facts by rank where they differ; where they
+            are the same, which one small message tells, an empty list.
+
+        Raises:
+            PeerLostError: It failed on another rank; ``.rank``. A rank's own error is raised as
+                it is.
+        """
+        value, digests = self.on_every_rank_saying(do, word=lambda made: _digest(fact(made)))
+        return value, self.gather(fact(value)) if len(set(digests)) > 1 else []
 
     def close(self) -> None:
         """End the group; without effect once the process group is gone."""
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group(self.group)
+
+
+def _digest(value: Any) -> float:
+    """Of a JSON value: 48 bits, which a float holds exactly."""
+    found = blake2b(json.dumps(value).encode(), digest_size=6)
+    return float(int.from_bytes(found.digest(), "big"))
 
 
 def _to_tensor(value: Any) -> Tensor:

@@ -147,19 +147,14 @@ class World:
         return self.control.gather(value)
 
     def on_every_rank(self, do: Callable[[], T]) -> T:
-        """Collective: call ``do``; where it fails on one rank, it fails on all, and says where.
-
-        Args:
-            do: Called on every rank; talks to no other rank.
-
-        Returns:
-            What this rank's ``do`` returned.
-
-        Raises:
-            PeerLostError: It failed on another rank; ``.rank``. A rank's own error is raised as
-                it is.
-        """
+        """Collective: call ``do``; see :meth:`Peers.on_every_rank`."""
         return self.control.on_every_rank(do)
+
+    def on_every_rank_alike(
+        self, do: Callable[[], T], *, fact: Callable[[T], Any]
+    ) -> tuple[T, list[Any]]:
+        """Collective: call ``do``, and compare; see :meth:`Peers.on_every_rank_alike`."""
+        return self.control.on_every_rank_alike(do, fact=fact)
 
 
 def _init_process_group(placement: Placement, device: torch.device) -> None:

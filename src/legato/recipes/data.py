@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import date
 from typing import TYPE_CHECKING, Any
@@ -13,15 +14,17 @@ import numpy as np
 from legato.config.schema import RunConfig
 from legato.data.dealing import Dealer
 from legato.data.loader import Loader
-from legato.data.order import EpochOrder, permutation
+from legato.data.order import EpochOrder, block_order
 from legato.data.packing import PackedData, pack_samples
 from legato.data.samples import Rows, Sample, TokenizedData
 from legato.data.stream import StreamLoader
 from legato.errors import DataError
 from legato.models.facts import model_facts
 from legato.parallel.world import World
-from legato.recipes.inputs import Inputs, find_inputs
+from legato.recipes.inputs import Inputs, check_same_inputs, find_inputs
+from legato.recipes.ranks import read_same_data
 from legato.recipes.reading import Reading, open_stream, plan_reading, read_all
+from legato.train.state import TrainState
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,14 +42,14 @@ class Samples:
         held_out: Samples to evaluate on; None: there are none.
         tokenizer: Theirs.
         max_seq_len: Longest sample that was let in, in tokens.
-        first_row: Where training begins in a stream; 0 where all is read.
+        first_row: Where training begins in a stream; None: all is read.
     """
 
     train: TokenizedData
     held_out: TokenizedData | None
     tokenizer: PreTrainedTokenizerBase
     max_seq_len: int
-    first_row: int = 0
+    first_row: int | None = None
 
 
 @dataclass(frozen=True)
@@ -95,17 +98,59 @@ def read_samples(config: RunConfig, *, start_date: date) -> Samples:
         stream, held_out = open_stream(config, reading, num_workers=0)
         train, first_row = stream.first_samples(), stream.num_held_out
     else:
-        (train, held_out), first_row = read_all(config, reading), 0
+        (train, held_out), first_row = read_all(config, reading), None
     return Samples(train, held_out, reading.tokenizer, reading.max_seq_len, first_row=first_row)
 
 
 def first_samples(samples: Samples, *, count: int, seed: int) -> list[Sample]:
     """The samples that a run comes to first, each as a row of its own."""
     data = samples.train
-    order = EpochOrder(data, seed=seed, shuffle=True).epoch(0)
-    if samples.first_row:  # of a stream, whose blocks are shuffled by where they begin
-        order = permutation(len(data), seed=seed, epoch=0, stream=samples.first_row)
+    if samples.first_row is None:
+        order = EpochOrder(data, seed=seed, shuffle=True).epoch(0)
+    else:
+        order = block_order(len(data), seed=seed, epoch=0, first_row=samples.first_row)
     return [data[int(i)] for i in order[:count]]
+
+
+@contextmanager
+def open_run_data(
+    config: RunConfig, state: TrainState, *, global_batch_size: int, world: World
+) -> Iterator[RunData]:
+    """Collective: read the run's data; what is open is closed when the block ends, however it ends.
+
+    Every rank reads for itself: a host that doesn't see model or data is named.
+
+    Args:
+        config: The run.
+        state: Where it stands.
+        global_batch_size: Rows of one optimizer step over all ranks.
+        world: Who takes which rows.
+
+    Yields:
+        RunData: The data, ready to be dealt.
+
+    Raises:
+        LegatoError: Data, template or tokenizer that can't be used, here or on another rank; ranks
+            that read different rows or files.
+    """
+    with ExitStack() as opened:
+
+        def read() -> RunData:
+            data = build_run_data(
+                config,
+                start_date=date.fromisoformat(state.facts["start_date"]),
+                world=world,
+                global_batch_size=global_batch_size,
+                step=state.step,
+                data_place=state.data_place,
+            )
+            # At once: another rank's error may come before the next line here does.
+            opened.callback(data.loader.close)
+            return data
+
+        data = read_same_data(read, samples=lambda data: data.train, world=world)
+        check_same_inputs(data.inputs, world=world)
+        yield data
 
 
 def build_run_data(
@@ -179,7 +224,8 @@ def _stream_data(
 ) -> RunData:
     stream, held_out = open_stream(config, reading, num_workers=config.num_workers)
     dealing = _dealing(config, reading, world, stream_lengths(reading.max_seq_len))
-    loader = StreamLoader(
+    eval_loader = _eval_loader(_rows_of(held_out, config, reading), config, world, dealing)
+    loader = StreamLoader(  # last: from here on something is open
         stream,
         dealer=Dealer(**dealing),
         global_batch_size=global_batch_size,
@@ -192,7 +238,7 @@ def _stream_data(
         train=loader.samples,
         held_out=held_out,
         loader=loader,
-        eval_loader=_eval_loader(_rows_of(held_out, config, reading), config, world, dealing),
+        eval_loader=eval_loader,
         tokenizer=reading.tokenizer,
         chat_template=reading.formatter.chat_template,
         max_seq_len=reading.max_seq_len,

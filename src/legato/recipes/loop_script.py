@@ -12,7 +12,7 @@ from datetime import date
 
 from legato import load_config
 from legato.parallel.world import World
-from legato.recipes.data import build_run_data
+from legato.recipes.data import open_run_data
 from legato.recipes.inputs import check_inputs
 from legato.recipes.parts import build_parts
 from legato.recipes.plan import plan_global_batch, plan_total_steps, rate_of
@@ -34,53 +34,45 @@ def main(config_file: str, *overrides: str) -> None:
         if checkpointer.source is not None:
             state.load_state_dict(checkpointer.read_trainer_state(checkpointer.source))
         rows = plan_global_batch(config, state.facts, world_size=1)
-        start = date.fromisoformat(state.facts["start_date"])
-        data = build_run_data(
-            config,
-            start_date=start,
-            world=world,
-            global_batch_size=rows,
-            step=state.step,
-            data_place=state.data_place,
-        )
-        parts = build_parts(config, data, world=world, state=state)
-        if checkpointer.source is not None:
-            check_inputs(state, config, data, accept=False)
-        checkpointer.restore(parts.saved)
+        with open_run_data(config, state, global_batch_size=rows, world=world) as data:
+            parts = build_parts(config, data, world=world, state=state)
+            if checkpointer.source is not None:
+                check_inputs(state, config, data, accept=False)
+            checkpointer.restore(parts.saved)
 
-        values, model = config.model_dump(mode="json"), parts.model
-        total_steps = plan_total_steps(config, data.loader.steps_per_epoch)
-        state.facts |= {"config": values, "total_steps": total_steps, "global_batch_size": rows}
-        state.facts["inputs"] = data.inputs
-        learning_rate = rate_of(values, total_steps=total_steps)
-        for step in range(state.step + 1, total_steps + 1):
-            fetched = data.loader.fetch(step)
-            result = train_step(
-                fetched.batches,
-                decode=model.decode,
-                head=model.head,
-                optimizer=parts.optimizer,
-                parameters=model.parameters,
-                masters=model.masters,
-                in_backward=model.in_backward,
-                chunk_loss=model.chunk_loss,
-                lr=learning_rate(step),
-                clip_grad_norm=config.clip_grad_norm,
-                seed=config.seed,
-                step=step,
-                before_update=checkpointer.wait_staged,
-            )
-            state.advance(
-                rows=fetched.num_rows,
-                tokens=result.num_tokens,
-                loss=result.loss,
-                loss_tokens=result.num_loss_tokens,
-                data_place=fetched.data_place,
-            )
-            logger.info("step %d/%d  loss %.4f", step, total_steps, result.loss)
-            if reason := checkpointer.due(step):
-                checkpointer.save(parts.saved, step=step, reason=reason)
-        checkpointer.save(parts.saved, step=state.step, reason="final")
+            values, model = config.model_dump(mode="json"), parts.model
+            total_steps = plan_total_steps(config, data.loader.steps_per_epoch)
+            state.facts |= {"config": values, "total_steps": total_steps, "global_batch_size": rows}
+            state.facts["inputs"] = data.inputs
+            learning_rate = rate_of(values, total_steps=total_steps)
+            for step in range(state.step + 1, total_steps + 1):
+                fetched = data.loader.fetch(step)
+                result = train_step(
+                    fetched.batches,
+                    decode=model.decode,
+                    head=model.head,
+                    optimizer=parts.optimizer,
+                    parameters=model.parameters,
+                    masters=model.masters,
+                    in_backward=model.in_backward,
+                    chunk_loss=model.chunk_loss,
+                    lr=learning_rate(step),
+                    clip_grad_norm=config.clip_grad_norm,
+                    seed=config.seed,
+                    step=step,
+                    before_update=checkpointer.wait_staged,
+                )
+                state.advance(
+                    rows=fetched.num_rows,
+                    tokens=result.num_tokens,
+                    loss=result.loss,
+                    loss_tokens=result.num_loss_tokens,
+                    data_place=fetched.data_place,
+                )
+                logger.info("step %d/%d  loss %.4f", step, total_steps, result.loss)
+                if reason := checkpointer.due(step):
+                    checkpointer.save(parts.saved, step=step, reason=reason)
+            checkpointer.save(parts.saved, step=state.step, reason="final")
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ from legato.errors import StopRequested
 from legato.models.compile import CompileClock
 from legato.parallel.placement import find_placement
 from legato.parallel.world import World
-from legato.recipes.data import RunData, build_run_data
+from legato.recipes.data import RunData, open_run_data
 from legato.recipes.facts import introduce, refuse_full_disk, start_facts
-from legato.recipes.inputs import check_inputs, check_same_inputs
+from legato.recipes.inputs import check_inputs
 from legato.recipes.memory import check_memory, estimate_memory, free_memory
 from legato.recipes.output import open_metrics, output_folder, write_config
 from legato.recipes.parts import RunParts, build_parts, watched_metric
@@ -43,7 +43,6 @@ from legato.recipes.ranks import (
     check_local_problems,
     check_mesh,
     check_same_config,
-    check_same_data,
 )
 from legato.report.loggers import RunFacts, build_loggers
 from legato.report.progress import Progress
@@ -143,9 +142,8 @@ def _run(
     if checkpointer.source is not None:
         state.load_state_dict(read_state(checkpointer, checkpointer.source))
         check_changes(state.facts, config, world_size=world.world_size, accept=accept_changes)
-    global_batch = plan_global_batch(config, state.facts, world_size=world.world_size)
-    data = _build_data(config, state, global_batch=global_batch, world=world)
-    with closing(data.loader):
+    rows = plan_global_batch(config, state.facts, world_size=world.world_size)
+    with open_run_data(config, state, global_batch_size=rows, world=world) as data:
         if checkpointer.source is not None:
             check_inputs(state, config, data, accept=accept_changes)
         return _run_on(
@@ -220,9 +218,8 @@ def preflight(config: RunConfig, *, config_name: str) -> StartFacts:
     """
     with World.join(config.device, distributed=is_distributed(config)) as world:
         state = TrainState(facts={"start_date": date.today().isoformat()})
-        global_batch = plan_global_batch(config, {}, world_size=world.world_size)
-        data = _build_data(config, state, global_batch=global_batch, world=world)
-        with closing(data.loader):
+        rows = plan_global_batch(config, {}, world_size=world.world_size)
+        with open_run_data(config, state, global_batch_size=rows, world=world) as data:
             # Before the model is loaded: a machine that runs out of memory says nothing of use.
             needs = estimate_memory(config, world=world)
             free = free_memory(world.device, num_sharing=world.local_world_size)
@@ -242,26 +239,6 @@ def preflight(config: RunConfig, *, config_name: str) -> StartFacts:
             introduce(facts, data)
     refuse_full_disk(facts)
     return facts
-
-
-def _build_data(
-    config: RunConfig, state: TrainState, *, global_batch: int, world: World
-) -> RunData:
-    """Every rank reads for itself: a host that doesn't see model or data is named."""
-    start_date = date.fromisoformat(state.facts["start_date"])
-    data = world.on_every_rank(
-        lambda: build_run_data(
-            config,
-            start_date=start_date,
-            world=world,
-            global_batch_size=global_batch,
-            step=state.step,
-            data_place=state.data_place,
-        )
-    )
-    check_same_data(data.train, world=world)
-    check_same_inputs(data.inputs, world=world)
-    return data
 
 
 def open_checkpointer(

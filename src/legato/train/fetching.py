@@ -36,14 +36,15 @@ def fetch_together(source: BatchSource, step: int, *, world: World) -> StepBatch
                 f"step {step}: its rows can't be read: {type(error).__name__}: {error}", step=step
             ) from error
 
-    fetched = world.on_every_rank(fetch)
-    mine = [fetched.num_rows, fetched.epoch, fetched.data_place]
-    for rank, theirs in enumerate(world.gather(mine)):
-        if theirs != mine:
-            raise DataError(
-                f"step {step}: rank {rank} has other rows than rank {world.rank}: {theirs} and "
-                f"{mine} (rows, epoch, place in the stream). The data must be the same on every "
-                "host.",
-                step=step,
-            )
+    fetched, by_rank = world.on_every_rank_alike(
+        fetch, fact=lambda made: [made.num_rows, made.epoch, made.data_place]
+    )
+    if by_rank:
+        mine = by_rank[world.rank]
+        rank, theirs = next((rank, each) for rank, each in enumerate(by_rank) if each != mine)
+        raise DataError(
+            f"step {step}: rank {rank} has other rows than rank {world.rank}: {theirs} and {mine} "
+            "(rows, epoch, place in the stream). The data must be the same on every host.",
+            step=step,
+        )
     return fetched

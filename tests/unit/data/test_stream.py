@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from legato.data import ChatFormatter, DatasetSpec
@@ -326,6 +328,68 @@ def test_a_place_that_the_data_no_longer_has_is_refused(
             open_loader(shorter, formatter, step=5, place=place),
         ):
             pass
+
+
+def bytes_read(path: Path) -> int | None:
+    """How far this process has read a file that it has open; None: it hasn't."""
+    found = [file for file in psutil.Process().open_files() if file.path == str(path)]
+    return found[0].position if found else None
+
+
+def test_a_stream_that_cannot_be_entered_leaves_nothing_open(
+    rows: Path, formatter: ChatFormatter
+) -> None:
+    with (
+        pytest.raises(DataError, match="there is no such row any more") as kept,
+        open_loader(rows, formatter, step=5, place={"epoch": 0, "first_row": 8, "taken": 8}),
+    ):
+        pass
+    # The error is still here, and with it all that stood on the stack when it was raised.
+    assert kept.tb is not None
+    assert bytes_read(rows) is None
+    with open_loader(rows, formatter):
+        assert bytes_read(rows) is not None
+    assert bytes_read(rows) is None
+
+
+def test_the_first_block_and_the_held_out_rows_leave_no_file_open(
+    rows: Path, formatter: ChatFormatter
+) -> None:
+    options: dict[str, Any] = {"formatter": formatter, "block_rows": 8, "num_held_out": 2}
+    stream = Stream(DatasetSpec(str(rows)), max_seq_len=2, **options)
+    with pytest.raises(DataError, match="nothing left to train on") as first:
+        stream.first_samples()
+    with pytest.raises(DataError, match="nothing left to train on") as held_out:
+        stream.held_out()
+    assert (first.tb, held_out.tb) != (None, None)
+    assert bytes_read(rows) is None
+
+
+def test_the_next_block_is_read_while_one_is_dealt(
+    formatter: ChatFormatter, tmp_path: Path
+) -> None:
+    path, row = tmp_path / "a.jsonl", json.dumps({"text": "a", "note": "n" * 100_000}) + "\n"
+    path.write_text(row * NUM_ROWS)
+    with open_loader(path, formatter) as loader:
+        until = time.monotonic() + 5
+        # Nobody has asked for a batch; the first block has been read, and the second one is.
+        while (bytes_read(path) or 0) < 16 * len(row) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert 16 * len(row) <= (bytes_read(path) or 0) < 17 * len(row)
+        found = fetch(loader, 1, 1)
+    assert found[0].data_place == {"epoch": 0, "first_row": 0, "taken": 4}
+
+
+def test_closing_a_stream_does_not_wait_for_the_block_that_is_being_read(
+    formatter: ChatFormatter, tmp_path: Path
+) -> None:
+    path, many = tmp_path / "a.jsonl", 200_000
+    path.write_text('{"text": "abc"}\n' * (many + 250))
+    last = {"epoch": 0, "first_row": many, "taken": 200}
+    with open_loader(path, formatter, block_rows=many, step=1, place=last) as loader:
+        assert loader.fetch(2).num_rows == 4  # the next pass's block of 200,000 rows is begun
+        began = time.process_time()
+    assert time.process_time() - began < 2  # reading it takes more than 5
 
 
 def test_what_fails_ahead_is_raised_at_its_step_and_not_before(
