@@ -42,7 +42,7 @@ from checkpoint_rows import (
     open_checkpointer,
     shards,
 )
-from throughput import installed_version, rotated
+from workers import installed_version, rotated
 
 Figures = dict[str, dict[str, Any]]
 RSS_SAVES = 50

@@ -15,16 +15,15 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-import throughput
-from throughput import environment, result, rotated, run_config, tokenized_steps
+import training
+from training import result, run_config, tokenized_steps
+from workers import environment, rotated, run_alone
 
 SYSTEMS = {"hf_none": "hf", "hf_save": "hf"} | {
     f"legato_{row}": "legato" for row in ("none", "sync", "async")
@@ -61,9 +60,8 @@ def main() -> None:
         verdict = f"{word}  asynchronous saves cost {found:.1f} %, at most {limit:.0f} %"
         print(f"\n{verdict}")
     if args.json:
-        command = " ".join(["python", "bench/overhead.py", *sys.argv[1:]])
         report = {
-            "environment": environment(args) | {"command": command},
+            "environment": environment(args),
             "table": table,
             "must_show": verdict,
             "runs": runs,
@@ -96,23 +94,9 @@ def parse_args() -> argparse.Namespace:
 
 
 def run_worker(row: str, *, repetition: int, args: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "result.json"
-        command = [sys.executable, __file__, "--worker", row, "--json", str(answer)]
-        command += ["--model", str(args.model.resolve()), "--save-every", str(args.save_every)]
-        command += ["--saves", str(args.saves), "--batch-size", str(args.batch_size)]
-        command += ["--mean-tokens", str(args.mean_tokens), "--master-weights", args.master_weights]
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            env=os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            sys.exit(f"{NAMES[row]} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-        run: dict[str, Any] = json.loads(answer.read_text())
+    chosen = ("save_every", "saves", "batch_size", "mean_tokens", "master_weights")
+    options = {key: getattr(args, key) for key in chosen} | {"model": args.model.resolve()}
+    run = run_alone(__file__, name=NAMES[row], worker=[row], options=options)
     os.sync()  # what this one left in the page cache isn't the next one's to write
     run |= {"row": row, "repetition": repetition, "steps_per_second": args.steps / run["seconds"]}
     print(
@@ -207,7 +191,7 @@ def train_with_hf(args: argparse.Namespace) -> dict[str, Any]:
     saving = {"save_strategy": "steps", "save_steps": args.save_every, "save_total_limit": 1}
     changes = saving if args.worker == "hf_save" else {}
     collator = DataCollatorForSeq2Seq(load_tokenizer(str(args.model)), padding=True)
-    return throughput.train_with_peer(
+    return training.train_with_peer(
         args,
         arguments=lambda **values: TrainingArguments(**{**values, **changes}),
         build=lambda **parts: Trainer(data_collator=collator, **parts),

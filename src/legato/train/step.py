@@ -54,6 +54,19 @@ class StepResult:
     nonfinite_ids: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class StepTimes:
+    """How long a step took.
+
+    Attributes:
+        seconds: From asking for its batches to its update.
+        compile_seconds: Those of them in which torch compiled.
+    """
+
+    seconds: float
+    compile_seconds: float
+
+
 def train_step(
     batches: Sequence[Batch],
     *,

@@ -22,7 +22,7 @@ from legato.train.loss import ChunkLoss
 from legato.train.masters import Masters
 from legato.train.signals import StopSignals
 from legato.train.state import BestMetric, TrainState
-from legato.train.step import StepResult, train_step
+from legato.train.step import StepResult, StepTimes, train_step
 
 Evaluate = Callable[[Callable[[], bool]], Mapping[str, Any] | None]
 """Asks between batches whether to stop; gives ``eval_loss`` and more, or None when it stopped."""
@@ -237,9 +237,11 @@ class Trainer:
                     fetched = self._fetch(step)
                     result = self._train_step(step, fetched.batches)
                     self._count(result, fetched)
-                    seconds = time.perf_counter() - began
-                    compile_seconds = self._compile_seconds() - compiled
-                    self._report_step(step, result, fetched, seconds, compile_seconds)
+                    times = StepTimes(
+                        seconds=time.perf_counter() - began,
+                        compile_seconds=self._compile_seconds() - compiled,
+                    )
+                    self._report_step(step, result=result, fetched=fetched, times=times)
                     if step == first_step:  # now the optimizer has a state to make room for
                         self.checkpointer.prepare(self.saved)
 
@@ -313,12 +315,7 @@ class Trainer:
         return self.compile_seconds() if self.compile_seconds is not None else 0.0
 
     def _report_step(
-        self,
-        step: int,
-        result: StepResult,
-        fetched: StepBatches,
-        seconds: float,
-        compile_seconds: float,
+        self, step: int, *, result: StepResult, fetched: StepBatches, times: StepTimes
     ) -> None:
         values: dict[str, float | int | None] = {
             "loss": result.loss,
@@ -326,12 +323,12 @@ class Trainer:
             "grad_norm": result.grad_norm,
             "num_tokens": result.num_tokens,
             "num_loss_tokens": result.num_loss_tokens,
-            "step_seconds": seconds,
-            "tokens_per_second": result.num_tokens / seconds,
+            "step_seconds": times.seconds,
+            "tokens_per_second": result.num_tokens / times.seconds,
             "epoch": fetched.epoch,
         }
         if self.compile_seconds is not None:
-            values["compile_seconds"] = compile_seconds
+            values["compile_seconds"] = times.compile_seconds
         log = self.intervals.log.due(step) or step == self.last_step
         self.reporter.step(step, values, log=log)
 
