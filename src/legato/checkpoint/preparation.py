@@ -122,7 +122,7 @@ class Preparation:
                 begin, word=lambda _: float(self.makes_copies)
             )
         except PeerLostError as error:
-            raise PeerLostError(f"no save is begun: {error}", rank=error.rank) from None
+            raise PeerLostError(f"no save is begun: {error}", **error.facts) from None
         if not all(said) and self._kept is not None and self._kept.stager is not None:
             self._kept.stager.close()
             self._kept.stager = None

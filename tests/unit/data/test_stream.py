@@ -377,7 +377,9 @@ def test_the_next_block_is_read_while_one_is_dealt(
             time.sleep(0.01)
         assert 16 * len(row) <= (bytes_read(path) or 0) < 17 * len(row)
         found = fetch(loader, 1, 1)
-    assert found[0].data_place == {"epoch": 0, "first_row": 0, "taken": 4}
+    place = found[0].data_place
+    assert place is not None
+    assert (place["epoch"], place["first_row"], place["taken"]) == (0, 0, 4)
 
 
 def test_closing_a_stream_does_not_wait_for_the_block_that_is_being_read(
