@@ -9,6 +9,8 @@ from legato.data.samples import Indices, Rows
 # No epoch of a run: draws that are made once, before training, are independent of every order.
 BEFORE_ALL_EPOCHS = 2**64 - 1
 
+_INDICES_AT_ONCE = 1 << 14  # 128 KiB
+
 
 class EpochOrder:
     """The order of every epoch: a pure function of (seed, epoch), the same on every machine.
@@ -91,12 +93,13 @@ def permutation(length: int, *, seed: int, epoch: int, stream: int = 0) -> Indic
     source = np.random.Philox(counter=np.array([0, 0, 0, stream], dtype=np.uint64), key=key)
     # The low bits carry the index: keys can't tie, so the result doesn't depend on the kind of
     # sort.
-    bits = np.uint64(length.bit_length())
+    low_bits = np.uint64(2 ** length.bit_length() - 1)
     keys = source.random_raw(length)
-    # In place: a million rows are found again in the time that fresh arrays would cost.
-    keys >>= bits
-    keys <<= bits
-    keys |= np.arange(length, dtype=np.uint64)
+    # In place, and the indices some at a time: fresh memory costs more than what is done in it.
+    keys &= ~low_bits
+    for first in range(0, length, _INDICES_AT_ONCE):
+        part = keys[first : first + _INDICES_AT_ONCE]
+        part |= np.arange(first, first + len(part), dtype=np.uint64)
     keys.sort()
-    keys &= np.uint64(2 ** length.bit_length() - 1)
+    keys &= low_bits
     return keys.view(np.int64)

@@ -352,19 +352,6 @@ def test_a_stream_that_cannot_be_entered_leaves_nothing_open(
     assert bytes_read(rows) is None
 
 
-def test_the_first_block_and_the_held_out_rows_leave_no_file_open(
-    rows: Path, formatter: ChatFormatter
-) -> None:
-    options: dict[str, Any] = {"formatter": formatter, "block_rows": 8, "num_held_out": 2}
-    stream = Stream(DatasetSpec(str(rows)), max_seq_len=2, **options)
-    with pytest.raises(DataError, match="nothing left to train on") as first:
-        stream.first_samples()
-    with pytest.raises(DataError, match="nothing left to train on") as held_out:
-        stream.held_out()
-    assert (first.tb, held_out.tb) != (None, None)
-    assert bytes_read(rows) is None
-
-
 def test_the_next_block_is_read_while_one_is_dealt(
     formatter: ChatFormatter, tmp_path: Path
 ) -> None:
