@@ -51,14 +51,17 @@ def as_rank(placement: Placement, *, output_dir: str) -> Iterator[None]:
             raise typer.Exit(0)
         clear_end(folder, placement.rank)
         _stop_with_launcher()
-    with _rank_log(placement, Path(output_dir, LOGS_FOLDER)) as log:
+    log: TextIO | None = None
+    with contextlib.ExitStack() as stack:
         try:
+            log = stack.enter_context(_rank_log(placement, Path(output_dir, LOGS_FOLDER)))
             yield
         except BaseException as error:
             end = _end_of(error, rank=placement.rank)
-            if end.how in ("failed", "lost"):
-                log.write("".join(traceback.format_exception(error)))
-                log.flush()
+            if log is not None and end.how in ("failed", "lost"):
+                with contextlib.suppress(OSError):  # a full disk is what may have gone wrong
+                    log.write("".join(traceback.format_exception(error)))
+                    log.flush()
             if folder is not None:
                 write_end(folder, end)
             if end.how == "stopped" and placement.has_agent:
@@ -98,15 +101,8 @@ def _end_of(error: BaseException, *, rank: int) -> RankEnd:
 @contextlib.contextmanager
 def _rank_log(placement: Placement, folder: Path) -> Iterator[TextIO]:
     """Open this rank's log; all ranks but 0 write nowhere else from now on."""
-    with writing_to(folder.parent):
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / f"rank_{placement.rank}.log").open("a", encoding="utf-8")
-    with file as log:
-        log.write(
-            f"--- rank {placement.rank} of {placement.world_size}, process {os.getpid()}, "
-            f"attempt {placement.attempt}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
-        )
-        log.flush()
+    log = _open_log(placement, folder)
+    try:
         faulthandler.enable(log)
         if placement.rank:
             for stream in (sys.stdout, sys.stderr):
@@ -114,10 +110,28 @@ def _rank_log(placement: Placement, folder: Path) -> Iterator[TextIO]:
                 os.dup2(log.fileno(), stream.fileno())
         else:
             logging.getLogger("legato").addHandler(logging.StreamHandler(log))
+        yield log
+    finally:
+        faulthandler.disable()
+        with contextlib.suppress(OSError):  # what a full disk didn't take
+            log.close()
+
+
+def _open_log(placement: Placement, folder: Path) -> TextIO:
+    with writing_to(folder.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+        log = (folder / f"rank_{placement.rank}.log").open("a", encoding="utf-8")
         try:
-            yield log
-        finally:
-            faulthandler.disable()
+            log.write(
+                f"--- rank {placement.rank} of {placement.world_size}, process {os.getpid()}, "
+                f"attempt {placement.attempt}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
+            )
+            log.flush()
+        except OSError:
+            with contextlib.suppress(OSError):
+                log.close()
+            raise
+    return log
 
 
 def _stop_with_launcher() -> None:
