@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import textwrap
@@ -196,6 +197,28 @@ def test_a_rank_that_fails_alone_is_named_and_its_traceback_is_in_its_log(
     assert message in log
     assert "Traceback (most recent call last)" in log
     assert not steps_in(run.output_dir)
+
+
+def test_a_launcher_whose_other_host_does_not_come_ends_when_it_is_told_to(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    config = config_in(tmp_path, tiny_model_dir)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = ["--nnodes=2", "--node-rank=0", f"--master-port={port}"]
+    run = Launched(config, *options, num_processes=1, environment={"TMPDIR": str(tmp_path)})
+
+    def is_waiting() -> bool:
+        with socket.socket() as visitor:
+            return visitor.connect_ex(("127.0.0.1", port)) == 0
+
+    run.wait_until(is_waiting, "the store")
+    run.send(signal.SIGTERM)
+    code, output = run.end(within_seconds=30)
+    assert code == 128 + signal.SIGTERM
+    assert "stopped while no other host was there" in output
+    assert not list(tmp_path.glob("legato-launch-*"))
 
 
 def test_a_port_that_is_in_use_is_named(tmp_path: Path, tiny_model_dir: Path) -> None:

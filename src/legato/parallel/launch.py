@@ -12,6 +12,7 @@ import contextlib
 import io
 import logging
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -24,6 +25,7 @@ from typing import Any
 import psutil
 
 from legato.errors import RunFailedError, StopRequested, UsageError, WorldError
+from legato.parallel.hosts import HostWatch, end_process, waiting_text
 from legato.parallel.reports import (
     FOLDER_VARIABLE,
     Death,
@@ -80,8 +82,8 @@ class LaunchPlan:
 
     Attributes:
         arguments: torch's own reading of them.
-        num_processes: Processes on all hosts; of a range of hosts, on the fewest.
-        num_hosts: How many hosts; of a range, the most.
+        num_processes: Processes on all hosts.
+        num_hosts: How many hosts.
     """
 
     arguments: argparse.Namespace
@@ -155,7 +157,13 @@ def plan_launch(options: Sequence[str], words: Sequence[str]) -> LaunchPlan:
         per_host = determine_local_world_size(arguments.nproc_per_node)
     except (ValueError, RuntimeError) as error:
         raise UsageError(f"--nnodes, --nproc-per-node: {error}") from error
-    if not (1 <= min_hosts <= max_hosts and per_host >= 1):
+    if min_hosts != max_hosts:
+        raise UsageError(
+            f"--nnodes={arguments.nnodes}: a range isn't taken: after a host has joined or left, "
+            "torch's launchers don't find each other again. Give one number; when hosts come or "
+            "go, start the same command with another one: it goes on from the newest checkpoint"
+        )
+    if min_hosts < 1 or per_host < 1:
         raise UsageError(
             f"--nnodes={arguments.nnodes} --nproc-per-node={per_host}: expected 1 or more"
         )
@@ -197,6 +205,7 @@ def launch(plan: LaunchPlan, *, logs: Path) -> None:
         tempfile.TemporaryDirectory(prefix="legato-launch-") as folder,
         _environment(plan, folder),
         _Signals(folder, shutdown_seconds=plan.arguments.shutdown_timeout) as signals,
+        _watching_hosts(plan, folder),
     ):
         if plan.arguments.log_dir is None:
             plan.arguments.log_dir = str(Path(folder, "torch"))
@@ -238,6 +247,24 @@ def _environment(plan: LaunchPlan, folder: str) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def _watching_hosts(plan: LaunchPlan, folder: str) -> contextlib.AbstractContextManager[object]:
+    """Say whom torch waits for, where there are other hosts to wait for."""
+    if plan.num_hosts == 1 or threading.current_thread() is not threading.main_thread():
+        return contextlib.nullcontext()
+
+    def say(seconds: float) -> None:
+        if read_ends(folder):
+            logger.info("done on this host; the others aren't yet")
+        else:
+            logger.info("%s", waiting_text(plan.arguments, seconds=seconds))
+
+    def give_up(number: int) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        end_process(number)
+
+    return HostWatch(say=say, is_waiting=lambda: not _workers(), give_up=give_up)
 
 
 class _Signals:

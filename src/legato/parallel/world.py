@@ -6,7 +6,6 @@ and not another loop.
 
 from __future__ import annotations
 
-import datetime as dt
 import logging
 import os
 import re
@@ -20,16 +19,14 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from legato.errors import ConfigError, PeerLostError, WorldError
+from legato.errors import ConfigError, PeerLostError
+from legato.parallel.meeting import first_line, init_process_group, meet
 from legato.parallel.peers import Peers
 from legato.parallel.placement import Placement, find_placement
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-# How long the first one waits for the last one to start.
-MEET_SECONDS = 300.0
 
 # What gloo says when the other side has gone is a RuntimeError like any other.
 _LOST = re.compile(r"gloo/transport|Connection (closed|reset) by peer|Broken pipe", re.IGNORECASE)
@@ -88,18 +85,21 @@ class World:
 
         Raises:
             WorldError: The processes can't meet.
-            PeerLostError: Another process has gone in the meantime.
+            PeerLostError: Another process has gone in the meantime, or ``device`` isn't there.
             ConfigError: ``device`` isn't here.
         """
         placement = find_placement(environment) or Placement(rank=0, world_size=1)
         if not distributed:
             yield cls.single(device)
             return
-        where = pick_device(device, placement)
         is_ours = not dist.is_initialized()
         with _gloo_interface(placement):
             if is_ours:
-                _init_process_group(placement, where)
+                # A host without its GPU says so to all, who would wait for it in vain.
+                store, where = meet(placement, lambda: pick_device(device, placement))
+                init_process_group(store, placement, where)
+            else:
+                where = pick_device(device, placement)
             try:
                 yield from cls._joined(placement, where)
             finally:
@@ -157,43 +157,6 @@ class World:
         return self.control.on_every_rank_alike(do, fact=fact)
 
 
-def _init_process_group(placement: Placement, device: torch.device) -> None:
-    """Collective: make the default group, over a store that no earlier attempt has written to."""
-    limit = dt.timedelta(seconds=MEET_SECONDS)
-    try:
-        if placement.world_size == 1:
-            store: Any = dist.HashStore()  # type: ignore[attr-defined]
-        else:
-            store = dist.TCPStore(  # type: ignore[attr-defined]
-                placement.address,
-                placement.port,
-                is_master=placement.rank == 0 and not placement.meets_at_agent,
-                timeout=limit,
-                multi_tenant=True,
-            )
-        # The launcher keeps one store over all attempts: without a prefix of its own an attempt
-        # meets the gloo addresses of dead processes (17 of 42 restarts failed, measured).
-        prefix = f"legato/{placement.attempt}/{placement.world_size}"
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=dist.PrefixStore(prefix, store),  # type: ignore[attr-defined]
-            rank=placement.rank,
-            world_size=placement.world_size,
-            device_id=device if device.type == "cuda" else None,
-        )
-    except RuntimeError as error:
-        if "EADDRINUSE" in str(error) or "in use" in str(error):
-            raise WorldError(
-                f"port {placement.port} on {placement.address} is in use. Choose another one: "
-                "--master-port for legato run and torchrun, MASTER_PORT elsewhere.",
-                port=placement.port,
-            ) from error
-        raise WorldError(
-            f"rank {placement.rank} of {placement.world_size} can't meet the others at "
-            f"{placement.address}:{placement.port}: {first_line(error)}"
-        ) from error
-
-
 @contextmanager
 def _gloo_interface(placement: Placement) -> Iterator[None]:
     """Have gloo use the network that leads to the others, unless the environment names one.
@@ -233,11 +196,6 @@ def is_lost_peer(error: BaseException) -> bool:
     if isinstance(error, PeerLostError | dist.DistError):
         return True
     return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text: torch appends C++ stacks."""
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def pick_device(name: str, placement: Placement | None = None) -> torch.device:

@@ -77,6 +77,15 @@ def test_on_one_host_a_free_port_is_taken() -> None:
     assert (several.num_processes, several.num_hosts) == (6, 2)
 
 
+def test_a_range_of_hosts_is_refused_however_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"^--nnodes=1:4: a range isn't taken: .* Give one number"):
+        plan_launch(["--nnodes=1:4"], ["run"])
+    assert plan_launch(["--nnodes=2:2"], ["run"]).num_hosts == 2
+    monkeypatch.setenv("PET_NNODES", "2:3")
+    with pytest.raises(UsageError, match="--nnodes=2:3"):
+        plan_launch([], ["run"])
+
+
 def test_saves_get_ten_minutes_unless_told_otherwise() -> None:
     assert plan_launch(["--nnodes=1"], ["run"]).arguments.shutdown_timeout == 600
     assert plan_launch(["--shutdown-timeout=9"], ["run"]).arguments.shutdown_timeout == 9
