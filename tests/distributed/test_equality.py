@@ -49,6 +49,11 @@ CASES: dict[str, Case] = {
         {},
         {"quantize_base": "nf4", "dtype": "bf16", "enable_activation_checkpointing": True},
     ),
+    "nf4 beside whole modules": (
+        "lora",
+        {"tie_word_embeddings": True},
+        {"quantize_base": "nf4", "lora_modules_to_save": ["embed_tokens", "input_layernorm"]},
+    ),
 }
 # Which keys a single device doesn't have.
 MESH_KEYS = ("dp_replicate", "reshard_after_forward")

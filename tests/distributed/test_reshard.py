@@ -33,7 +33,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "lora",
         {"dtype": "bf16", "use_dora": True, "lora_modules_to_save": ["embed_tokens"]},
     ),
-    "nf4_bf16": ("lora", {"dtype": "bf16", "quantize_base": "nf4"}),
+    "nf4_bf16": (
+        "lora",
+        {"dtype": "bf16", "quantize_base": "nf4", "lora_modules_to_save": ["embed_tokens"]},
+    ),
 }
 
 
@@ -179,9 +182,8 @@ def assert_read_by_the_docs_reader(folder: Path) -> None:
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*.safetensors")}
     assert found.keys() == files
     assert sum(name.startswith("state/optimizer-") for name in files) >= 2
-    # Of each rank's slices; what the third optimizer file of the NF4 adapter is left with is short.
-    short = [n for name in files if (n := len(manifest["files"][name]["slices"])) <= 2]
-    assert short == ([2] if folder.parent.name == "nf4_bf16" else [])
+    # Of each rank's slices, in every file.
+    assert min(len(manifest["files"][name]["slices"]) for name in files) > 2
     for name, arrays in found.items():
         expected = load_file(folder / name)
         assert arrays.keys() == expected.keys()

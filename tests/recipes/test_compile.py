@@ -94,6 +94,21 @@ def test_a_compiled_run_is_the_eager_one_and_resumes_bit_for_bit(
     assert by_step[0] == pytest.approx(by_step[1], abs=2e-5)
 
 
+@pytest.mark.slow
+def test_updates_in_backward_are_the_same_bits_as_after_it_compiled_too(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", num_hidden_layers=1)
+    whole_steps = {"clip_grad_norm": None, "batch_size": 4, "gradient_accumulation_steps": 1}
+    options = {"dtype": "bf16", "max_steps": 2} | whole_steps
+    config = write_config(tmp_path, model=model, recipe=RECIPES[0], compile=True, **options)
+    during = tmp_path / "during"
+    words = ["optimizer_in_backward=true", f"output_dir={during}"]
+    assert legato("run", "--config", config) == 0
+    torch._dynamo.reset()
+    assert legato("run", "--config", config, *words) == 0
+    assert losses(during) == losses(tmp_path / "out")
+    assert_same_tensors(during / "step_2", tmp_path / "out" / "step_2")
+
+
 def test_training_and_evaluation_meet_the_same_few_forms_of_batches(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
