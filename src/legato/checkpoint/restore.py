@@ -233,7 +233,7 @@ def _new_state(
 ) -> Tensor:
     """A tensor to read a moment into: sharded like the parameter where it has its shape."""
     if spec.shape == tuple(parameter.shape) and spec.shape:
-        return torch.zeros_like(
+        return torch.empty_like(  # all of it is read
             parameter, dtype=spec.dtype, requires_grad=False, memory_format=torch.preserve_format
         )
     on_device = moment != "step" or group.get("fused") or group.get("capturable")
