@@ -3,6 +3,7 @@
 #     make test     all tests that need no GPU
 #     make check    style, types, layers, docstrings
 #     make bench    the tables of docs/benchmarks.md; of saving: make bench-checkpoint; of data: make bench-data
+#     make bench-resume    from the start of the process to the first resumed step
 #     make bench-compile   eager, each block compiled, the whole model compiled
 #     make soak     200 saves, killed at random
 # PYTHON=python3.12 chooses another interpreter; pip's own settings (PIP_...) are respected.
@@ -15,7 +16,7 @@ BENCH_INSTALLED := .venv/.installed-bench
 TEST_MODEL := $(or $(LEGATO_TEST_SMOLLM2),.cache/smollm2-135m-instruct)
 PYTEST := LEGATO_TEST_SMOLLM2=$(abspath $(TEST_MODEL)) HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test check format bench bench-checkpoint bench-compile bench-data soak clean
+.PHONY: demo test check format bench bench-checkpoint bench-compile bench-data bench-resume soak clean
 
 demo: $(INSTALLED)
 	$(BIN)/legato demo
@@ -53,6 +54,10 @@ bench-data: $(INSTALLED) $(TEST_MODEL)/config.json
 bench-compile: $(INSTALLED) $(TEST_MODEL)/config.json
 	mkdir -p out/bench
 	$(BIN)/python bench/compile.py --model $(TEST_MODEL) --json out/bench/compile.json
+
+bench-resume: $(BENCH_INSTALLED) $(TEST_MODEL)/config.json
+	mkdir -p out/bench
+	$(BIN)/python bench/resume.py --model $(TEST_MODEL) --json out/bench/resume.json
 
 soak: $(INSTALLED)
 	LEGATO_SOAK_SAVES=200 $(PYTEST) tests/crash/test_soak.py -s
