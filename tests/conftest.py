@@ -11,6 +11,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 
 import random
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,14 @@ def fixed_seeds() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def heard_hangup() -> Iterator[None]:
+    """Under nohup SIGHUP is ignored, and a process that a test starts would inherit that."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture(autouse=True)

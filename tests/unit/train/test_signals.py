@@ -150,7 +150,10 @@ def test_a_closed_terminal_asks_to_save_and_stop_and_no_later_line_is_an_error(
         assert process.stdout.readline() == b"ready\n"
         os.close(theirs)
         os.close(ours)  # the window is closed
-        out, _ = process.communicate(timeout=20)
+        try:
+            out, _ = process.communicate(timeout=20)
+        finally:
+            process.kill()
     assert (process.returncode, out) == (129, b"stop 1 True\nthe end\n")
 
 
