@@ -36,6 +36,9 @@ def test_a_stop_signal_to_the_launcher_saves_once_and_the_same_command_goes_on(
 ) -> None:
     run = Launched(endless)
     run.wait_for_step(3)
+    if number == signal.SIGINT:
+        run.stop_reading()  # Ctrl-C ends the `tee` of a pipe too
+        run.wait_for_step(max(run.logged_steps()) + 3)
     run.send(number)
     assert run.end()[0] == code
     [step] = steps_in(run.output_dir)

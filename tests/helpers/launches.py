@@ -88,6 +88,12 @@ class Launched:
         target = psutil.Process(self.process.pid) if rank is None else self.workers()[rank]
         target.send_signal(number)
 
+    def stop_reading(self) -> None:
+        """Leave what is said from now on to nobody, as a ``tee`` that was ended."""
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self.process.stdout = None
+
     def end(self, *, within_seconds: float = TIMEOUT_SECONDS) -> tuple[int, str]:
         """Wait for the end; the exit code and what was said. Nobody may be left."""
         try:

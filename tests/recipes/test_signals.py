@@ -17,12 +17,14 @@ from tests.helpers.runs import RECIPES, legato, losses, steps_in, write_config
 pytestmark = pytest.mark.slow
 
 
-def start(config: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    """A run in a process of its own; what it says goes to said.txt beside its config."""
+def start(config: Path, *arguments: str, to: int | None = None) -> subprocess.Popen[bytes]:
+    """A run in a process of its own; what it says goes to said.txt beside its config, or ``to``."""
     command = [sys.executable, "-m", "legato", "run", "--config", str(config), *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with (config.parent / "said.txt").open("wb") as said:
-        return subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            command, env=environment, stdout=said if to is None else to, stderr=subprocess.STDOUT
+        )
 
 
 def wait_for_step(output_dir: Path, step: int, process: subprocess.Popen[bytes]) -> None:
@@ -60,6 +62,24 @@ def test_a_stop_signal_saves_the_step_it_came_in_and_the_same_command_goes_on(
     assert step < 400
     assert legato("run", "--config", config, f"stop_after_step={step + 1}") == 0
     assert steps_in(out) == [step, step + 1]
+
+
+def test_a_run_whose_reader_has_gone_trains_on_and_saves_when_it_is_stopped(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    config = write_config(
+        tmp_path, model=tiny_model_dir, recipe=RECIPES[0], epochs=None, max_steps=4000
+    )
+    out = tmp_path / "out"
+    reader, writer = os.pipe()
+    process = start(config, to=writer)  # as `legato run ... 2>&1 | tee log`
+    os.close(writer)
+    wait_for_step(out, 3, process)
+    os.close(reader)  # Ctrl-C and a closed terminal end tee too
+    wait_for_step(out, max(losses(out)) + 3, process)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=120) == 129
+    assert steps_in(out) == [max(losses(out))]
 
 
 def test_sigusr1_and_the_trigger_file_save_and_go_on(tmp_path: Path, tiny_model_dir: Path) -> None:

@@ -42,7 +42,9 @@ def run(
     from legato.errors import ConfigError, UsageError
     from legato.parallel.launch import is_asked_for, split_options
     from legato.parallel.placement import find_placement
+    from legato.parallel.terminal import outlive_readers
 
+    outlive_readers()
     options, words = split_options(words or [])
     if script := next((w for w in words if w.endswith(".py") and "=" not in w), None):
         if options:

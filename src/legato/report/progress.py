@@ -254,10 +254,11 @@ def _log_through_current_streams() -> Iterator[None]:
 
     ``logging.StreamHandler`` keeps the stream that it was made with and would write over the bar.
     """
+    terminal = getattr(sys.stderr, "rich_proxied_file", sys.__stderr__)
     moved = []
     for logger in (logging.getLogger(), logging.getLogger("legato")):
         for handler in logger.handlers:
-            if isinstance(handler, logging.StreamHandler) and handler.stream is sys.__stderr__:
+            if isinstance(handler, logging.StreamHandler) and handler.stream is terminal:
                 moved.append((handler, handler.setStream(sys.stderr)))
     try:
         yield

@@ -78,7 +78,6 @@ def test_on_a_terminal_log_lines_go_above_the_bar(monkeypatch: pytest.MonkeyPatc
     terminal = io.StringIO()
     # As in a program that set up its logging before the bar began.
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(sys, "__stderr__", terminal)
     handler = logging.StreamHandler()
     logger = logging.getLogger("legato")
     monkeypatch.setattr(logger, "handlers", [handler])
