@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from legato.checkpoint import Checkpointer
+from legato.checkpoint import Checkpointer, KeepLast
 from legato.checkpoint.lock import OutputDirLock
 from legato.errors import CheckpointError, CheckpointNotFoundError, OutputDirLockedError
 from tests.helpers.loops import Loop
@@ -120,6 +120,84 @@ def test_an_output_dir_that_another_run_has_taken_over_ends_the_run(tmp_path: Pa
         process.join()
     assert [p.name for p in out.iterdir()] == [".lock"]
     assert (tmp_path / "moved" / "step_1").is_dir()
+
+
+def run_another(out: Path) -> str:
+    """Another process' run, from its beginning to its end: step 2; returns its run_id."""
+    ours, theirs = FORK.Pipe()
+
+    def run() -> None:
+        with Checkpointer(out) as checkpointer:
+            checkpointer.save(Loop().run_to(2).state, step=2).result()
+            theirs.send(checkpointer.run_id)
+
+    process = FORK.Process(target=run)
+    process.start()
+    theirs.close()
+    process.join()
+    return str(ours.recv())
+
+
+def test_an_output_dir_where_another_run_has_ended_is_let_alone(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with Checkpointer(out, keep=KeepLast(1)) as checkpointer:
+        checkpointer.save(Loop().run_to(2).state, step=2).result()
+        out.rename(tmp_path / "moved")
+        run_id = run_another(out)
+        checkpointer.save(Loop().run_to(3).state, step=3).wait()
+        with pytest.raises(
+            OutputDirLockedError, match=f"run {run_id} .* has used the one"
+        ) as caught:
+            checkpointer.poll()
+        assert caught.value.facts["holder"]["run_id"] == run_id
+    assert sorted(p.name for p in out.iterdir()) == [".lock", "latest", "step_2"]
+    assert json.loads((out / "step_2" / "manifest.json").read_bytes())["run_id"] == run_id
+    assert json.loads((out / ".lock").read_bytes())["run_id"] == run_id
+    assert (tmp_path / "moved" / "step_2").is_dir()
+
+
+def test_a_folder_that_was_moved_away_and_back_is_kept(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with Checkpointer(out) as checkpointer:
+        shutil.copytree(out, tmp_path / "copy")
+        shutil.rmtree(out)
+        (tmp_path / "copy").rename(out)
+        checkpointer.save(Loop().run_to(3).state, step=3).result()
+    assert (out / "step_3").is_dir()
+
+
+def test_a_step_that_another_run_wrote_is_never_pruned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "out"
+    run_id = run_another(tmp_path / "other")
+    with Checkpointer(out, keep=KeepLast(1), keep_last_n_states=1) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(Loop().run_to(step).state, step=step).result()
+        shutil.rmtree(out / "step_2")
+        (tmp_path / "other" / "step_2").rename(out / "step_2")
+        for step in (3, 4):
+            checkpointer.save(Loop().run_to(step).state, step=step).result()
+    assert sorted(p.name for p in out.glob("step_*")) == ["step_2", "step_4"]
+    assert (out / "step_2" / "state").is_dir()
+    assert caplog.text.count(f"step_2 was written by run {run_id}, not by this one") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("step_2", r"step_2 is a file; a run saves its step in a folder of that name"),
+        (".lock", r"\.lock isn't a lock that Legato wrote; .* Move it away"),
+    ],
+)
+def test_somebodys_own_file_in_the_way_is_named_and_let_alone(
+    tmp_path: Path, name: str, message: str
+) -> None:
+    (tmp_path / name).write_text("my own notes")
+    with pytest.raises(CheckpointError, match=message):
+        Checkpointer(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_text() == "my own notes"
 
 
 def test_a_run_that_never_began_leaves_no_lock(tmp_path: Path) -> None:

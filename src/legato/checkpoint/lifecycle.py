@@ -25,9 +25,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 from legato.checkpoint.inspection import PIN_NAME, STEP_NAME, inspect
-from legato.checkpoint.manifest import MANIFEST_NAME, STATE_FOLDER, Manifest
+from legato.checkpoint.manifest import MANIFEST_NAME, STATE_FOLDER, Manifest, parse_manifest
 from legato.checkpoint.records import Committed, StepInfo
-from legato.errors import CheckpointExistsError
+from legato.errors import CheckpointError, CheckpointExistsError, FolderFormatError
 from legato.storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -83,6 +83,31 @@ class RunFolder:
         """
         return self.storage.stat(posixpath.join(path, MANIFEST_NAME)) is not None
 
+    def writer(self, step: int) -> str | None:
+        """The id of the run that saved what is there as ``step``; None: nothing says it."""
+        path = posixpath.join(self.step_path(step), MANIFEST_NAME)
+        try:
+            return parse_manifest(self.storage.read_bytes(path), path=path).run_id
+        except (OSError, FolderFormatError):
+            return None
+
+    def refuse_files(self) -> None:
+        """See that nothing but folders has the name of a step.
+
+        Raises:
+            CheckpointError: Somebody's own file has; ``.path``.
+        """
+        for name in self.storage.list_folder(self.path):
+            if not STEP_NAME.fullmatch(name):
+                continue
+            found = self.storage.stat(self._at(name))
+            if found is not None and not found.is_folder:
+                raise CheckpointError(
+                    f"{self._at(name)} is a file; a run saves its step in a folder of that name. "
+                    "Move it away, or choose another output_dir.",
+                    path=self._at(name),
+                )
+
     # ---- a save ----------------------------------------------------------------------------
 
     def reserve(self, step: int, *, run_id: str, branch: int, saved_at: float) -> str:
@@ -114,6 +139,8 @@ class RunFolder:
                 self._move_aside(there, now=saved_at)
         self.storage.remove_tree(path)
         self.storage.make_folder(path)
+        if there is not None and there.pinned:  # it goes aside, or is the one that is written
+            self.storage.write_bytes(posixpath.join(path, PIN_NAME), b"")
         if not self.storage.atomic_rename:
             self.storage.write_bytes(posixpath.join(path, BEGUN_NAME), run_id.encode())
         return path
@@ -223,6 +250,8 @@ class RunFolder:
             if _LEFTOVER.fullmatch(name):
                 logger.info("removing %s, left by a process that ended before it was done", path)
                 self._remove(path)
+            elif _TORN.fullmatch(name) and self.storage.stat(posixpath.join(path, PIN_NAME)):
+                logger.warning("keeping the torn checkpoint %s: it is pinned", path)
             elif _TORN.fullmatch(name) and self.was_committed(path):
                 logger.warning("removing the torn checkpoint %s", path)
                 self._remove(path)

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 LOCK_NAME = ".lock"
 _HELD = (errno.EACCES, errno.EAGAIN)
 _MAX_VANISHED = 3
+_NOTHING = b"\0 \n"  # all that a lost power supply may leave of it
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -53,25 +54,46 @@ class OutputDirLock:
 
         Raises:
             OutputDirLockedError: Another process holds it; ``.holder``.
-            CheckpointError: A folder has its name; ``.path``.
+            CheckpointError: A folder, or somebody's own file, has its name; ``.path``.
         """
-        self._fd, self.is_new = _take(self.path, wait_seconds=wait_seconds)
-        self.previous = _read(self._fd)
+        fd, self.is_new = _take(self.path, wait_seconds=wait_seconds)
+        self.previous = _read(fd)
+        if "run_id" not in self.previous and _content(fd).strip(_NOTHING):
+            os.close(fd)
+            raise CheckpointError(
+                f"{self.path} isn't a lock that Legato wrote; a run keeps its own in a file of "
+                "that name. Move it away, or choose another output_dir.",
+                path=self.path,
+            )
+        self._fd = fd
+
+    def is_kept(self) -> bool:
+        """Whether output_dir still is the folder that was locked, or was locked anew by `keep`."""
+        try:
+            return self._fd is not None and _is_at(self._fd, self.path)
+        except OSError:  # the background thread is just taking it again
+            return False
 
     def keep(self) -> None:
         """Take the lock again, aloud, where output_dir or the lock's file has gone meanwhile.
 
         Raises:
-            OutputDirLockedError: By now another process holds it; ``.holder``.
+            OutputDirLockedError: By now another process holds it, or has held it: what lies there
+                is its own; ``.holder``.
         """
         if self._fd is None or _is_at(self._fd, self.path):
             return
+        os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        fd, _ = _take(self.path, wait_seconds=0.0)
+        if _content(fd) not in (b"", self._content):
+            holder = _read(fd)
+            os.close(fd)
+            raise _taken_over(self.path, holder)
         logger.error(
             "%s has gone: was output_dir deleted or moved while this run writes to it? It is made "
             "again, without what was in it.", self.path,
         )  # fmt: skip
-        os.makedirs(os.path.dirname(self.path), exist_ok=True)
-        gone, (self._fd, _) = self._fd, _take(self.path, wait_seconds=0.0)
+        gone, self._fd = self._fd, fd
         os.close(gone)
         self._write_content()
 
@@ -163,19 +185,36 @@ def _is_at(fd: int, path: str) -> bool:
         return False
 
 
+def _content(fd: int) -> bytes:
+    return os.pread(fd, 4096, 0)
+
+
 def _read(fd: int) -> Mapping[str, Any]:
     try:
-        content = json.loads(os.pread(fd, 4096, 0))
+        content = json.loads(_content(fd))
     except ValueError:
         return {}
     return content if isinstance(content, dict) else {}
 
 
 def _locked(path: str, holder: Mapping[str, Any]) -> OutputDirLockedError:
-    who = f"process {holder['pid']} on {holder['host']}" if "pid" in holder else "another process"
     return OutputDirLockedError(
-        f"{Path(path).parent} is in use by {who}: two runs can't write to one output_dir. "
-        "Wait for it, stop it, or choose another output_dir.",
+        f"{Path(path).parent} is in use by {_process(holder)}: two runs can't write to one "
+        "output_dir. Wait for it, stop it, or choose another output_dir.",
         path=path,
         holder=dict(holder),
     )
+
+
+def _taken_over(path: str, holder: Mapping[str, Any]) -> OutputDirLockedError:
+    return OutputDirLockedError(
+        f"{Path(path).parent} isn't this run's any more: it was moved or replaced, and run "
+        f"{holder.get('run_id', '(unknown)')} ({_process(holder)}) has used the one that is there "
+        "now. Nothing in it is touched. Start again in the folder that was moved away.",
+        path=path,
+        holder=dict(holder),
+    )
+
+
+def _process(holder: Mapping[str, Any]) -> str:
+    return f"process {holder['pid']} on {holder['host']}" if "pid" in holder else "another process"

@@ -260,10 +260,14 @@ def open_run(
 
     Returns:
         The opening as JSON (`read_opening` turns it back), and the steps that are there now.
+
+    Raises:
+        CheckpointError: Somebody's own file has the name of a step or of the lock; ``.path``.
     """
     storage = folder.storage
     if storage.stat(folder.path) is None:
         storage.make_folder(folder.path)
+    folder.refuse_files()
     if lock is not None:
         lock.acquire(wait_seconds=lock_wait_seconds)
     previous: Mapping[str, Any] = lock.previous if lock is not None else {}

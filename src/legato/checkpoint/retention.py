@@ -129,6 +129,7 @@ class Keeper:
     ) -> None:
         self._folder = folder
         self._rules = rules
+        self._run_id = run_id
         self._resumed_from = resumed_from
         self._clock = clock
         # The run's own steps: earlier branches' too, they count for "best" but never go. Of each
@@ -188,14 +189,30 @@ class Keeper:
                 self._attempt(step, self._drop_state)
 
     def _remove(self, step: int) -> None:
+        if self._is_anothers(step):
+            return
         self._folder.prune(step, how=self._rules.how, now=self._clock())
         self._forget(step)
 
     def _drop_state(self, step: int) -> None:
+        if self._is_anothers(step):
+            return
         info = inspect(self._folder.storage, self._folder.step_path(step))
         if info.is_complete:
             self._folder.drop_state(info.committed())
         self._with_state.discard(step)
+
+    def _is_anothers(self, step: int) -> bool:
+        """Whether another run's step has taken the place of ours; such a one is let alone."""
+        writer = self._folder.writer(step)
+        if writer in (None, self._run_id):
+            return False
+        logger.warning(
+            "%s was written by run %s, not by this one (%s): it isn't pruned",
+            self._folder.step_path(step), writer, self._run_id,
+        )  # fmt: skip
+        self._forget(step)
+        return True
 
     def _forget(self, step: int) -> None:
         self._own.discard(step)

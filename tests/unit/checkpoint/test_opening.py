@@ -149,6 +149,26 @@ def test_a_torn_newest_step_is_skipped_aloud_and_saved_again(
     assert names(out) == ["step_1", "step_2"]
 
 
+def test_a_pin_goes_over_to_the_step_that_is_saved_anew_and_what_was_pinned_is_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "out"
+    save_steps(out, 1, 2)
+    (out / "step_2" / ".pinned").touch()
+    tear(out / "step_2")
+    loop = Loop()
+    with Checkpointer(out, keep=KeepLast(1), clock=lambda: 1000.0) as checkpointer:
+        checkpointer.restore(loop.state)
+        for step in (2, 3):
+            checkpointer.save(loop.run_to(step).state, step=step).result()
+    with Checkpointer(out) as checkpointer:
+        assert [(i.step, i.status, i.pinned) for i in checkpointer.steps()] == [
+            (2, "complete", True), (3, "complete", False),
+        ]  # fmt: skip
+    assert names(out) == [".torn-step_2-1000", "step_2", "step_3"]
+    assert "keeping the torn checkpoint" in caplog.text
+
+
 def flip(path: Path, offset: int) -> None:
     """Turn one bit round, as a disk does that rots: the size stays."""
     data = bytearray(path.read_bytes())
