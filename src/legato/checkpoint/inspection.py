@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import posixpath
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from legato.checkpoint.digests import wrong_digest, wrong_header, wrong_size
@@ -17,6 +18,10 @@ PIN_NAME = ".pinned"
 STEP_NAME = re.compile(r"step_(0|[1-9][0-9]*)")
 
 _Check = Callable[[Storage, str, FileEntry], str | None]
+
+# What a disk says of bytes that are gone. Any other error (no rights, a network that hangs) may be
+# over in a minute, and says nothing of the step.
+_LOST = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
 
 
 def inspect(storage: Storage, path: str) -> StepInfo:
@@ -31,6 +36,9 @@ def inspect(storage: Storage, path: str) -> StepInfo:
 
     Returns:
         The facts. The step number is the name's, or the manifest's where the name has none.
+
+    Raises:
+        OSError: A file is there and can't be read now; that is no damage.
     """
     name = posixpath.basename(path.rstrip("/"))
     matched = STEP_NAME.fullmatch(name)
@@ -43,6 +51,7 @@ def inspect(storage: Storage, path: str) -> StepInfo:
         status: Literal["torn", "unknown"] = "unknown" if error.facts.get("newer") else "torn"
         return StepInfo(step, path, status, problem=str(error), pinned=pinned)
     except OSError as error:
+        _refuse_passing(error)
         return StepInfo(step, path, "torn", problem=f"{path}: no manifest: {error}", pinned=pinned)
     if matched and manifest.step != step:
         problem = (
@@ -66,10 +75,18 @@ def find_damage(storage: Storage, committed: Committed) -> list[str]:
 
     Returns:
         What is wrong, one line each; empty: nothing is.
+
+    Raises:
+        OSError: As of `inspect`.
     """
+    return damage_of(storage, committed.path, committed.manifest.files)
+
+
+def damage_of(storage: Storage, path: str, files: Mapping[str, FileEntry]) -> list[str]:
+    """`find_damage` of some files of the folder at ``path``."""
     found = (
-        _check_file(storage, posixpath.join(committed.path, name), entry, wrong_digest)
-        for name, entry in committed.manifest.files.items()
+        _check_file(storage, posixpath.join(path, name), entry, wrong_digest)
+        for name, entry in files.items()
     )
     return [problem for problem in found if problem is not None]
 
@@ -78,4 +95,11 @@ def _check_file(storage: Storage, path: str, entry: FileEntry, check: _Check) ->
     try:
         return wrong_size(storage, path, entry) or check(storage, path, entry)
     except (OSError, EOFError) as error:
+        _refuse_passing(error)
         return f"{path} can't be read: {error}"
+
+
+def _refuse_passing(error: OSError | EOFError) -> None:
+    if isinstance(error, EOFError | FileNotFoundError) or error.errno in _LOST:
+        return
+    raise error

@@ -21,6 +21,7 @@ from legato.errors import (
     CheckpointTornError,
 )
 from legato.storage import LocalStorage, Storage, open_storage
+from legato.storage.writing import writing_to
 
 logger = logging.getLogger(__name__)
 
@@ -265,11 +266,12 @@ def open_run(
         CheckpointError: Somebody's own file has the name of a step or of the lock; ``.path``.
     """
     storage = folder.storage
-    if storage.stat(folder.path) is None:
-        storage.make_folder(folder.path)
-    folder.refuse_files()
-    if lock is not None:
-        lock.acquire(wait_seconds=lock_wait_seconds)
+    with writing_to(folder.path):
+        if storage.stat(folder.path) is None:
+            storage.make_folder(folder.path)
+        folder.refuse_files()
+        if lock is not None:
+            lock.acquire(wait_seconds=lock_wait_seconds)
     previous: Mapping[str, Any] = lock.previous if lock is not None else {}
     steps = folder.steps()
     if not steps:  # a new folder, whoever made it: its own name has to be durable too
@@ -286,15 +288,16 @@ def open_run(
         now=now,
         verify=verify,
     )
-    if lock is not None:
-        lock.write(
-            run_id=opening.run_id,
-            branch=opening.branch,
-            now=now,
-            launch_id=launch.launch_id,
-        )
-    steps = folder.steps()
-    folder.recover(steps, run_id=opening.run_id)
+    with writing_to(folder.path):
+        if lock is not None:
+            lock.write(
+                run_id=opening.run_id,
+                branch=opening.branch,
+                now=now,
+                launch_id=launch.launch_id,
+            )
+        steps = folder.steps()
+        folder.recover(steps, run_id=opening.run_id)
     path = opening.source.path if opening.source else None
     content = {"run_id": opening.run_id, "branch": opening.branch, "source": path}
     return content | {"damage": [[*key, problem] for key, problem in folder.damage.items()]}, steps

@@ -21,7 +21,6 @@ from legato.checkpoint.saver import BACKGROUND_TIMEOUT_SECONDS, SaveOptions, Sav
 from legato.errors import CheckpointError
 from legato.parallel.peers import Peers
 from legato.storage import probe_positioned_writes
-from legato.storage.writing import writing_to
 
 logger = logging.getLogger(__name__)
 
@@ -95,17 +94,16 @@ def open_session(
     steps: list[StepInfo] = []
 
     def decide() -> dict[str, Any]:
-        with writing_to(folder.path):
-            content, found = open_run(
-                folder,
-                lock=lock,
-                lock_wait_seconds=lock_wait_seconds,
-                launch=launch,
-                resume=resume,
-                start_over=start_over,
-                now=clock(),
-                verify=verify,
-            )
+        content, found = open_run(
+            folder,
+            lock=lock,
+            lock_wait_seconds=lock_wait_seconds,
+            launch=launch,
+            resume=resume,
+            start_over=start_over,
+            now=clock(),
+            verify=verify,
+        )
         steps.extend(found)
         return content
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from legato.checkpoint.digests import wrong_digest, wrong_size
+from legato.checkpoint.inspection import damage_of
 from legato.checkpoint.manifest import MANIFEST_NAME, STATE_FOLDER, parse_manifest
 from legato.errors import CheckpointTornError
 from legato.storage import LocalStorage
@@ -16,26 +16,22 @@ def check_adapter(folder: Path) -> None:
     Weights of whole models aren't read, which takes long; ``legato ckpt verify`` does that.
 
     Args:
-        folder: Any folder. One without a manifest has nothing to compare with.
+        folder: Any folder. One without a manifest, or of a whole model, is let through.
 
     Raises:
         FolderFormatError: The manifest is damaged, or of a newer format; ``.path``.
         CheckpointTornError: A file is absent, or isn't what was saved; ``.path``, ``.problems``.
     """
-    file, storage = folder / MANIFEST_NAME, LocalStorage()
-    if not file.is_file():
+    manifest_file = folder / MANIFEST_NAME
+    if not (folder / "adapter_config.json").is_file() or not manifest_file.is_file():
         return
-    manifest = parse_manifest(file.read_bytes(), path=str(file))
-    if manifest.kind != "adapter":
-        return
-    problems = []
-    for name, entry in manifest.files.items():
-        if name.startswith(f"{STATE_FOLDER}/"):  # a run's own, not the adapter's
-            continue
-        path = str(folder / name)
-        problem = wrong_size(storage, path, entry) or wrong_digest(storage, path, entry)
-        if problem is not None:
-            problems.append(problem)
+    manifest = parse_manifest(manifest_file.read_bytes(), path=str(manifest_file))
+    own = {
+        name: entry
+        for name, entry in manifest.files.items()
+        if not name.startswith(f"{STATE_FOLDER}/")  # a run's own, not the adapter's
+    }
+    problems = damage_of(LocalStorage(), str(folder), own)
     if problems:
         raise CheckpointTornError(
             f"{'; '.join(problems)}: not what was saved. Use another step. If you changed it on "

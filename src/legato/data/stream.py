@@ -321,9 +321,13 @@ class StreamLoader:
         """What became of the rows that this process has read in this pass."""
         return self._account.as_report()
 
+    def stop_reading(self) -> None:
+        """A block that is being read ends soon; nothing can be fetched any more."""
+        self._closing.set()
+
     def close(self) -> None:
         """End the thread and the processes that read ahead, and close the files."""
-        self._closing.set()
+        self.stop_reading()
         self._blocks.close()
 
     def _move_on(self) -> None:

@@ -71,7 +71,7 @@ _WITH_VALUE = frozenset(
 _FLAGS = frozenset({"standalone", "virtual-local-rank"})
 _SHORT = {"-r": "redirects", "-t": "tee"}
 _OURS = {
-    "signals-to-handle": "legato run passes SIGTERM, SIGINT and SIGUSR1 on by itself",
+    "signals-to-handle": "legato run passes SIGTERM, SIGINT, SIGHUP and SIGUSR1 on by itself",
     "start-method": "the processes are commands, which aren't forked",
 }
 

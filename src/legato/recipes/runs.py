@@ -45,6 +45,7 @@ from legato.recipes.ranks import (
     check_same_config,
 )
 from legato.report.loggers import RunFacts, build_loggers
+from legato.report.metrics import MetricsLog
 from legato.report.progress import Progress
 from legato.report.report import RunReport, SilentReport
 from legato.report.start import StartFacts
@@ -197,8 +198,14 @@ def _run_on(
         source=checkpointer.source.path if checkpointer.source else None,
         resume_step=state.step,
     )
+    world.on_every_rank(
+        lambda: (
+            write_config(config, config_name=config_name, config_yaml=config_yaml)
+            if world.is_main
+            else None
+        )
+    )
     if world.is_main:
-        write_config(config, config_name=config_name, config_yaml=config_yaml)
         introduce(facts, data)
     return _train(config, facts, data, parts, checkpointer, world=world)
 
@@ -327,7 +334,11 @@ def _fetching_ahead(config: RunConfig, data: RunData, *, last_step: int) -> Iter
     if config.stop_after_step is not None:
         last_step = min(last_step, config.stop_after_step)
     with closing(Prefetcher(data.loader, last_step=last_step)) as ahead:
-        yield ahead
+        try:
+            yield ahead
+        finally:
+            if isinstance(data.loader, StreamLoader):
+                data.loader.stop_reading()  # the thread may be in the midst of a long block
 
 
 @contextmanager
@@ -340,20 +351,23 @@ def _reporting(
     world: World,
 ) -> Iterator[Reporter]:
     """Rank 0 tells of the run: metrics, loggers, the bar. The other ranks are silent."""
-    if not world.is_main:
-        yield SilentReport()
-        return
-    loggers = build_loggers(
-        config.loggers,
-        RunFacts(
+
+    def open_log() -> MetricsLog | None:
+        if not world.is_main:
+            return None
+        about = RunFacts(
             output_dir=Path(config.output_dir),
             name=facts.config_name,
             run_id=checkpointer.run_id,
             config=config.model_dump(mode="json"),
             resumed_step=state.step,
-        ),
-    )
-    metrics = open_metrics(config, loggers=loggers)
+        )
+        return open_metrics(config, loggers=build_loggers(config.loggers, about))
+
+    metrics = world.on_every_rank(open_log)
+    if metrics is None:
+        yield SilentReport()
+        return
     progress = Progress(total_steps=facts.total_steps, first_step=state.step)
     try:
         if facts.resumes_from is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -10,13 +11,15 @@ import fsspec
 import pytest
 
 from legato.checkpoint import Checkpointer, KeepLast
+from legato.checkpoint.inspection import inspect
 from legato.checkpoint.lifecycle import RunFolder
 from legato.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     CheckpointTornError,
 )
-from legato.storage import RemoteStorage
+from legato.storage import LocalStorage, RemoteStorage
+from tests.helpers.faults import StorageWrapper
 from tests.helpers.loops import Loop, assert_same
 
 
@@ -391,3 +394,27 @@ def test_on_a_store_a_start_removes_what_its_own_run_left_half_written() -> None
     finally:
         filesystem.store.clear()
         filesystem.pseudo_dirs[:] = [""]
+
+
+class UnreadableStorage(StorageWrapper):
+    """A disk that answers every read of a part of a file with the same error."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(LocalStorage())
+        self.number = number
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        raise OSError(self.number, "as the system says", path)
+
+
+def test_a_disk_that_lost_a_file_tears_its_step(tmp_path: Path) -> None:
+    save_steps(tmp_path / "out", 1)
+    found = inspect(UnreadableStorage(errno.EIO), str(tmp_path / "out/step_1"))
+    assert found.status == "torn"
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE, errno.ETIMEDOUT])
+def test_what_cant_be_read_just_now_isnt_taken_for_damaged(tmp_path: Path, number: int) -> None:
+    save_steps(tmp_path / "out", 1)
+    with pytest.raises(OSError, match="as the system says"):
+        inspect(UnreadableStorage(number), str(tmp_path / "out/step_1"))

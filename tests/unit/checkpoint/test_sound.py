@@ -64,5 +64,12 @@ def test_a_damaged_manifest_is_an_error_and_none_is_not(tmp_path: Path) -> None:
 
 def test_a_whole_models_weights_arent_read(tmp_path: Path) -> None:
     step = write_step(tmp_path / "step_3", kind="model")
-    flip(step / "adapter_config.json")
+    (step / "adapter_config.json").unlink()
+    flip(step / "adapter_model.safetensors")
     check_adapter(step)
+
+
+def test_somebody_elses_manifest_beside_a_model_is_none_of_our_business(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"name": "a web page"}')
+    (tmp_path / "config.json").write_text("{}")
+    check_adapter(tmp_path)
