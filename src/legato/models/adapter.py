@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,11 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 # With rsLoRA and DoRA, which PEFT counts as it. Its other types keep weights in other places, which
 # what knows LoRA alone would leave out without a word.
 PEFT_TYPE = "LORA"
+
+MAX_ALPHA = 1_000_000
+"""More than any adapter is trained with, and little enough for no dtype to overflow by itself."""
+
+_FIRST_FACTOR = re.compile(r"\.lora_(embedding_)?A(\.|$)")  # its rows are the rank
 
 
 @dataclass(frozen=True)
@@ -109,13 +115,17 @@ def load_adapter(
 
     Raises:
         ModelError: As :func:`find_base`, and as ``load_model`` for the base; an adapter that isn't
-            LoRA (``.peft_type``), or whose tensors aren't those that the base needs (``.names``).
+            LoRA (``.peft_type``), whose config doesn't fit its tensors, or whose tensors aren't
+            those that the base needs (``.names``).
         FolderFormatError: A file of the adapter can't be read; ``.path``.
     """
     silence_known_noise()
-    _check_type(folder)
+    config = _read_object(folder / ADAPTER_CONFIG)
+    _check_type(config, folder=folder)
+    _check_scale(config, folder=folder)
     base = find_base(folder)
     tensors = _read_tensors(folder)
+    _check_rank(config, tensors, folder=folder)
     model = load_model(
         base.path,
         dtype=dtype or file_dtype(base.path),
@@ -126,8 +136,8 @@ def load_adapter(
     return LoadedAdapter(adapted, base, _read_note(folder).get("quantize_base", "none"))
 
 
-def _check_type(folder: Path) -> None:
-    peft_type = _read_object(folder / ADAPTER_CONFIG).get("peft_type")
+def _check_type(config: Mapping[str, Any], *, folder: Path) -> None:
+    peft_type = config.get("peft_type")
     if peft_type != PEFT_TYPE:
         raise ModelError(
             f"{folder}: {ADAPTER_CONFIG} says peft_type {peft_type}; Legato reads {PEFT_TYPE} "
@@ -136,6 +146,42 @@ def _check_type(folder: Path) -> None:
             path=str(folder),
             peft_type=peft_type,
         )
+
+
+def _check_scale(config: Mapping[str, Any], *, folder: Path) -> None:
+    """With a factor that isn't a number, or is far from any that trains, answers are noise."""
+    for key, value in _numbers(config, key="lora_alpha", pattern="alpha_pattern"):
+        if not abs(value) <= MAX_ALPHA:  # also for NaN
+            raise ModelError(
+                f"{folder}: {ADAPTER_CONFIG} has {key} {value}; expected a number of at most "
+                f"{MAX_ALPHA:,}. Was the config edited?",
+                path=str(folder),
+            )
+
+
+def _check_rank(config: Mapping[str, Any], tensors: Mapping[str, Tensor], *, folder: Path) -> None:
+    """Before PEFT takes memory for the rank that the config names."""
+    shapes = [tensor.shape for key, tensor in tensors.items() if _FIRST_FACTOR.search(key)]
+    largest = max((shape[0] for shape in shapes if shape), default=0)
+    for key, value in _numbers(config, key="r", pattern="rank_pattern"):
+        if largest and value > largest:
+            raise ModelError(
+                f"{folder}: {ADAPTER_CONFIG} has {key} {value}, and no tensor in "
+                f"{ADAPTER_WEIGHTS} has a rank above {largest}. Was the config edited?",
+                path=str(folder),
+            )
+
+
+def _numbers(
+    config: Mapping[str, Any], *, key: str, pattern: str
+) -> Iterator[tuple[str, int | float]]:
+    """A number and what a pattern has instead of it for some layers; PEFT tells what is none."""
+    patterns = config.get(pattern)
+    named = {key: config.get(key)} | {
+        f"{pattern} {name}": value
+        for name, value in (patterns.items() if isinstance(patterns, dict) else ())
+    }
+    return ((name, value) for name, value in named.items() if isinstance(value, int | float))
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -176,6 +222,12 @@ def _attach(model: Any, tensors: dict[str, Tensor], *, folder: Path) -> Any:
         config = LoraConfig.from_pretrained(str(folder), inference_mode=True)
         kind = PeftModelForCausalLM if config.task_type == "CAUSAL_LM" else PeftModel
         adapted = kind(model, config, autocast_adapter_dtype=False)
+    except re.error as error:
+        raise ModelError(
+            f"{folder}: {ADAPTER_CONFIG} names layers by {error.pattern!r}, which isn't a regular "
+            f"expression: {error}",
+            path=str(folder),
+        ) from error
     except (TypeError, ValueError, KeyError, AttributeError, NotImplementedError) as error:
         raise ModelError(
             f"{folder}: PEFT can't put it on the base by its {ADAPTER_CONFIG}: {error}",
@@ -186,6 +238,11 @@ def _attach(model: Any, tensors: dict[str, Tensor], *, folder: Path) -> Any:
     _check_tensors(
         {key: tuple(tensor.shape) for key, tensor in tensors.items()},
         {key: tuple(tensor.shape) for key, tensor in expected.items()},
+        folder=folder,
+    )
+    _check_base_weights(
+        {key: tensor for key, tensor in tensors.items() if key not in expected},
+        adapted.state_dict(),
         folder=folder,
     )
     try:
@@ -226,6 +283,27 @@ def _check_tensors(
             "tensors). Was the config edited, or the adapter trained on another model?",
             path=str(folder),
             names=wrong,
+        )
+
+
+def _check_base_weights(
+    found: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, folder: Path
+) -> None:
+    """PEFT keeps embeddings beside an adapter on them; what isn't the base's would replace it."""
+    other = [
+        key
+        for key, tensor in found.items()
+        if key in weights
+        and tensor.shape == weights[key].shape  # else PEFT says so
+        and not torch.equal(tensor.to(weights[key]), weights[key])
+    ]
+    if other:
+        raise ModelError(
+            f"{folder}: {ADAPTER_WEIGHTS} holds {other[0]} with other values than its base's "
+            f"({len(other)} such tensors), and the modules_to_save of its {ADAPTER_CONFIG} doesn't "
+            "name it. Name it there if it was trained.",
+            path=str(folder),
+            names=other,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ TOKENIZER_FILES = (
     *("*.jinja", "*.model"),
 )
 """Globs of what belongs to a tokenizer in a model folder."""
+
+OTHER_DTYPE = "Merge with bf16 or fp32."
 
 _PROBE_ROWS, _PROBE_TOKENS = 4, 32
 
@@ -100,12 +103,17 @@ def merge_adapter(
         effect = _rms(expected - _logits(adapted, rows))
     model = _folded(adapted, source=source)
     _check_merged(_logits(model, rows), expected, effect=effect, source=source)
-    _round_weights(model, base=base, dtype=dtype)
+    _round_weights(model, base=base, dtype=dtype, source=source)
     with new_folder(output_dir) as folder:
         _write(model, folder, tokenizer_of=source, base=base, with_code=trust_remote_code)
         _check_files(model, folder)
         load_tokenizer(folder, trust_remote_code=trust_remote_code)
         rounding = _rms(_logits(model.to(torch.float32), rows) - expected)
+        if not math.isfinite(rounding):
+            raise ModelError(
+                f"{source}: the logits of the rounded model aren't numbers. {OTHER_DTYPE}",
+                path=str(source),
+            )
     if rounding > effect / 2:
         logger.warning(
             "rounding the merged weights moves the logits by %.2g, the adapter by %.2g: much of "
@@ -187,7 +195,7 @@ def _check_merged(
     )
 
 
-def _round_weights(model: Any, *, base: Path, dtype: torch.dtype | None) -> None:
+def _round_weights(model: Any, *, base: Path, dtype: torch.dtype | None, source: Path) -> None:
     """Give each tensor the dtype that it has in the base's files, or ``dtype``, in place."""
     specs = FolderReader(LocalStorage(), str(base)).specs
     default = file_dtype(base)
@@ -196,6 +204,13 @@ def _round_weights(model: Any, *, base: Path, dtype: torch.dtype | None) -> None
             own = specs[name].dtype if name in specs else default
             target = own if dtype is None or not own.is_floating_point else dtype
             tensor.data = tensor.data.to(target)
+            if not bool(torch.isfinite(tensor.data.float()).all()):  # fp8 has no isfinite
+                word = str(target).removeprefix("torch.")
+                raise ModelError(
+                    f"{source}: {name} has values that {word} can't hold. {OTHER_DTYPE}",
+                    path=str(source),
+                    names=[name],
+                )
 
 
 def _write(model: Any, folder: Path, *, tokenizer_of: Path, base: Path, with_code: bool) -> None:

@@ -18,6 +18,7 @@ from tests.helpers.adapters import write_adapter
 
 WEIGHTS = "adapter_model.safetensors"
 A_KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+NORM_KEY = "base_model.model.model.norm.weight"
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +63,39 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[LegatoError], str]] = {
         with_config(r=2),
         ModelError,
         rf"lora_A.weight is \(4, 32\) in {WEIGHTS}, and its .* ask for \(2, 32\) \(28 such",
+    ),
+    "a rank that no memory holds": (
+        with_config(r=10**9),
+        ModelError,
+        "has r 1000000000, and no tensor in .* has a rank above 4",
+    ),
+    "a rank of one layer that no memory holds": (
+        with_config(rank_pattern={"q_proj": 10**9}),
+        ModelError,
+        "has rank_pattern q_proj 1000000000, and no tensor",
+    ),
+    **{
+        f"lora_alpha {alpha}": (
+            with_config(lora_alpha=alpha),
+            ModelError,
+            "has lora_alpha .*; expected a number of at most 1,000,000",
+        )
+        for alpha in (float("nan"), float("inf"), 1e308)
+    },
+    "an alpha of one layer": (
+        with_config(alpha_pattern={"q_proj": -1e300}),
+        ModelError,
+        "has alpha_pattern q_proj -1e.300",
+    ),
+    "a pattern that isn't one": (
+        with_config(target_modules="(("),
+        ModelError,
+        r"names layers by '\(\(.*', which isn't a regular expression: missing \)",
+    ),
+    "a base weight that nobody declared": (
+        with_tensors(lambda t: t.update({NORM_KEY: torch.full((32,), 3.0)})),
+        ModelError,
+        f"holds {NORM_KEY} with other values than its base's",
     ),
     "NaN": (
         with_tensors(lambda tensors: tensors[A_KEY].view(-1)[5].fill_(torch.nan)),
@@ -116,6 +150,16 @@ def test_an_adapter_that_isnt_whole_is_refused_by_name(
     with pytest.raises(error, match=message) as caught:
         load_adapter(folder)
     assert str(folder) in str(caught.value)
+
+
+def test_base_weights_that_peft_kept_beside_the_adapter_are_no_obstacle(
+    base: Path, tmp_path: Path
+) -> None:
+    folder = write_adapter(base, tmp_path / "adapter")
+    norm = load_file(base / "model.safetensors")["model.norm.weight"]
+    with_tensors(lambda tensors: tensors.update({NORM_KEY: norm}))(folder)
+    loaded = load_adapter(folder).model
+    assert torch.equal(loaded.state_dict()[NORM_KEY], norm)
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,18 @@ def test_an_adapter_that_rounding_would_lose_is_told(
         assert caplog.text == ""
 
 
+def test_a_dtype_that_cant_hold_a_merged_weight_is_refused(base: Path, tmp_path: Path) -> None:
+    weights = load_file(base / "model.safetensors")
+    weights["model.norm.weight"][3] = 1e5  # fp16 ends at 65504
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    adapter = write_adapter(base, tmp_path / "adapter")
+    said = r"model\.norm\.weight has values that float16 can't hold\. Merge with bf16 or fp32"
+    with pytest.raises(ModelError, match=said):
+        merge_adapter(adapter, output_dir=tmp_path / "merged", dtype=torch.float16)
+    assert not (tmp_path / "merged").exists()
+    merge_adapter(adapter, output_dir=tmp_path / "merged")
+
+
 def test_a_whole_model_is_refused(base: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="is a whole model already, no adapter: there is nothing"):
         merge_adapter(base, output_dir=tmp_path / "merged")
