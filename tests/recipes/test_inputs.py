@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from contextlib import closing
 from datetime import date
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from legato import load_config
 from legato.parallel.world import World
 from legato.recipes.data import build_run_data
-from legato.recipes.inputs import check_inputs
+from legato.recipes.inputs import check_inputs, judged_by_contents
 from legato.train.state import TrainState
 from tests.helpers import tiny
 from tests.helpers.runs import RECIPES, legato, losses, steps_in, write_config
@@ -164,6 +165,103 @@ def test_what_means_the_same_is_no_change(
     assert "changed since" not in capsys.readouterr().err
 
 
+def test_the_same_things_by_another_path_go_on_and_are_recorded_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held_out = tiny.write_orders(tmp_path / "held_out.jsonl", num_rows=3)
+    run, model, data = begin(tmp_path, LORA, eval_datasets=[{"path": str(held_out)}])
+    shutil.copytree(model, tmp_path / "mount" / "base")
+    (tmp_path / "rows.jsonl").symlink_to(data)
+    shutil.copy(model / "chat_template.jinja", tmp_path / "mine.jinja")
+    monkeypatch.chdir(tmp_path)
+    elsewhere = [
+        "model=./mount/base",
+        "datasets.0.path=rows.jsonl",
+        "eval_datasets.0.path=./held_out.jsonl",
+        "chat_template=mine.jinja",
+    ]
+    capsys.readouterr()
+    assert legato(*run, *elsewhere) == 0
+    said = capsys.readouterr().err
+    assert "changed since" not in said
+    assert sorted(line for line in said.splitlines() if line.endswith("the same contents")) == [
+        "chat_template: was auto, now mine.jinja: the same contents",
+        f"datasets.0.path: was {data}, now rows.jsonl: the same contents",
+        f"eval_datasets.0.path: was {held_out}, now ./held_out.jsonl: the same contents",
+        f"model: was {model}, now ./mount/base: the same contents",
+    ]
+    step = tmp_path / "out/step_5"
+    assert inputs_of(step)["tokenizer"]["path"] == "./mount/base"
+    adapter = json.loads((step / "adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == str(tmp_path / "mount/base")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "swap", "key", "names", "effect"),
+    [
+        (LORA, other_weights, "model", ["base_weights"], "the adapter goes on upon weights"),
+        (FULL, other_weights, "model", ["base_weights"], "not from the model that is named now"),
+        (FULL, other_config, "model", ["model_config"], "in a model that computes otherwise"),
+        (FULL, edited_row, "datasets.0.path", ["datasets.0"], "some rows of this epoch come twice"),
+    ],
+)
+def test_other_things_by_another_path_are_refused_with_both_paths(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    recipe: str,
+    swap: Swap,
+    key: str,
+    names: list[str],
+    effect: str,
+) -> None:
+    run, model, data = begin(tmp_path, recipe)
+    copied = Path(shutil.copytree(model, tmp_path / "other")), tmp_path / "other.jsonl"
+    shutil.copy(data, copied[1])
+    swap(*copied)
+    was, now = (model, copied[0]) if key == "model" else (data, copied[1])
+    capsys.readouterr()
+    assert legato(*run, f"{key}={now}") == 2
+    message = capsys.readouterr().err
+    listed = [line for line in message.splitlines() if line.startswith("  ")]
+    assert [line.split()[0] for line in listed] == [f"{name}:" for name in names]
+    assert all(f": was {was} (" in line and f", now {now} (" in line for line in listed)
+    assert effect in message
+    assert legato(*run, f"{key}={now}", "--accept-changes", "stop_after_step=2") == 0
+    assert "the same contents" not in capsys.readouterr().err
+
+
+def test_a_stream_by_another_path_goes_on_aloud_if_its_block_and_sizes_are_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, model, data = begin(tmp_path, FULL, **STREAM)
+    copy = tmp_path / "copy.jsonl"
+    shutil.copy(data, copy)
+    run.append(f"datasets.0.path={copy}")
+    for swap, changed in [(appended_row, ": was "), (inserted_row, ", before: ")]:
+        swap(model, copy)
+        capsys.readouterr()
+        assert legato(*run) == 2
+        assert f"{changed}{data}" in capsys.readouterr().err
+        shutil.copy(data, copy)
+    assert legato(*run) == 0
+    assert (
+        f"datasets.0.path: was {data}, now {copy}: the block where training stands and the files' "
+        "sizes are the same; no more of a stream is compared" in capsys.readouterr().err
+    )
+
+
+def test_a_stream_cannot_grow_inside_the_block_where_training_stands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, model, data = begin(tmp_path, FULL, streaming=True)
+    appended_row(model, data)
+    capsys.readouterr()
+    assert legato(*run) == 2
+    message = capsys.readouterr().err
+    assert "rows were added inside the block of 10,000 rows where training stands" in message
+    assert "a stream can grow only behind it" in message
+
+
 def test_weights_that_a_step_holds_itself_may_be_others_where_they_came_from(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -197,6 +295,7 @@ def test_a_step_that_does_not_say_is_gone_on_from_with_one_line(
 ) -> None:
     """As an older version wrote them."""
     config = load_config(write_config(tmp_path, model=tiny_model_dir, recipe=LORA)).config
+    assert judged_by_contents(TrainState()) == frozenset()
     state, world = TrainState(facts={"start_date": "2026-01-31"}), World.single("cpu")
     started = date(2026, 1, 31)
     data = build_run_data(config, start_date=started, world=world, global_batch_size=4)

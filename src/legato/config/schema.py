@@ -65,7 +65,7 @@ class RunConfig(Section):
     model: str = key(
         ...,
         "Hub id, model folder or step folder; a relative path starts at the current folder.",
-        on_resume="refuse",
+        on_resume="contents",
         min_length=1,
     )
     output_dir: str = key(
@@ -112,7 +112,7 @@ class RunConfig(Section):
     chat_template: str = key(
         "auto",
         "auto (the tokenizer's, else the packaged alpaca), alpaca, chatml or a .jinja file.",
-        on_resume="refuse",
+        on_resume="contents",
         min_length=1,
     )
     chat_template_kwargs: dict[str, Any] = key(

@@ -13,7 +13,7 @@ from legato.config.types import Section, Switch, by_kind, key
 class DatasetConfig(Section):
     """One source of rows: a file, a glob, a folder or a data set on the hub."""
 
-    path: str = key(..., "File, glob, folder or hub name.", on_resume="refuse", min_length=1)
+    path: str = key(..., "File, glob, folder or hub name.", on_resume="contents", min_length=1)
     type: (
         Literal["alpaca", "messages", "sharegpt", "prompt_completion", "segments", "text"] | None
     ) = key(

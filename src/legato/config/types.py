@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
-OnResume = Literal["fixed", "refuse", "warn", "free", "-"]
+OnResume = Literal["fixed", "refuse", "contents", "warn", "free", "-"]
 """What another value does to a resumed run: an error, one that can be accepted, a line, nothing.
 
 ``fixed`` keys decide which tensors a checkpoint holds. "-": the key names the run.

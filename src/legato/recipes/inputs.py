@@ -7,7 +7,7 @@ others, in ``facts.inputs`` of ``state/trainer.json``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING, Any
 
 from xxhash import xxh3_128_hexdigest
@@ -44,13 +44,15 @@ STREAM = "datasets.0"
 
 _EFFECTS = {
     "base_weights": "the adapter goes on upon weights that it wasn't trained on",
+    "named_weights": "the run goes on from the weights of its last step, not from the model that "
+    "is named now",
     "model_config": "the weights go on in a model that computes otherwise",
     "tokenizer": "rows are other tokens from here on",
     "chat_template": "rows are other tokens from here on",
     "datasets": "the place in the data is a number of steps, and the order of an epoch depends on "
     "how many rows there are, so some rows of this epoch come twice and others not at all",
-    "stream": "the place in the data is a number of rows, so what was put in or taken out before "
-    "it makes rows come twice or not at all",
+    "stream": "the place in the data is a number of rows in a shuffled block, so what was put into "
+    "or taken out of the block, or before it, makes rows come twice or not at all",
 }
 """What ``--accept-changes`` means, by the first word of an input's name."""
 
@@ -156,48 +158,129 @@ def check_inputs(state: TrainState, config: RunConfig, data: RunData, *, accept:
             "whether model and data are the same now isn't checked"
         )
         return
-    refused: dict[str, Change] = {}
-    for name, change in _changes(before, data.inputs).items():
+    now, refused = data.inputs, dict[str, Change]()
+    changes = _changes(before, now)
+    for name, change in changes.items():
+        is_moved = _is_moved(before[name], now[name])
         if name == "base_weights" and config.recipe.startswith("full"):
-            continue  # the step holds every weight: what they began as doesn't matter any more
-        # A stream may grow, or be mended, ahead of where training stands.
-        if name.startswith("eval_datasets") or (name == STREAM and config.streaming):
+            # The step holds every weight: what they began as doesn't matter any more. But whoever
+            # names another model may expect it to be trained.
+            if is_moved:
+                refused["named_weights"] = change
+        elif name == STREAM and config.streaming and is_moved:
+            refused["stream.files"] = change
+        elif name.startswith("eval_datasets") or (name == STREAM and config.streaming):
+            # A stream may grow, or be mended, ahead of where training stands.
             logger.warning("changed since the checkpoint: %s", change)
         else:
             refused[name] = change
-    refused |= _moved_block(state.data_place, data, path=config.datasets[0].path)
+    block = _other_block(state.data_place, data, config, before=before)
+    if block is not None:
+        refused["stream.block"] = changes[STREAM] = block
     if accept:
         for change in refused.values():
             logger.warning("changed since the checkpoint, accepted: %s", change)
     elif refused:
         raise ResumeError(
-            _refusal(config.output_dir, refused),
+            _refusal(config, refused, grown=block is not None and _has_grown(before, now)),
             changes=[str(change) for change in refused.values()],
+        )
+    _say_moved(before, now, but={_key(name) for name in changes})
+
+
+def judged_by_contents(state: TrainState) -> frozenset[str]:
+    """Paths of the config that may be others, as :func:`check_inputs` compares what lies there.
+
+    Args:
+        state: As the checkpoint has it.
+
+    Returns:
+        Dotted keys; of a step that doesn't say what its run was trained on, none.
+    """
+    block = (state.data_place or {}).get("digest")
+    return frozenset(
+        _key(name)
+        for name, entry in state.facts.get("inputs", {}).items()
+        if entry.get("digest") or (name == STREAM and block)
+    )
+
+
+def _key(name: str) -> str:
+    """The config's key that says where an input is."""
+    if "." in name:
+        return f"{name}.path"
+    return name if name == "chat_template" else "model"
+
+
+def _other_block(
+    place: Mapping[str, Any] | None, data: RunData, config: RunConfig, *, before: Inputs
+) -> Change | None:
+    """Whether the rows where training stands in a stream are others now."""
+    if place is None or not isinstance(data.loader, StreamLoader):
+        return None
+    was, now = place.get("digest"), data.loader.digest
+    if was is None or was == now:
+        return None
+    path, old_path = config.datasets[0].path, before.get(STREAM, {}).get("path")
+    rows = f"the block of {config.shuffle_buffer_size:,} rows from {place['first_row'] + 1:,} on"
+    came_from = "" if old_path in (path, None) else f", before: {old_path}"
+    return Change(
+        f"{STREAM} ({path}{came_from}), {rows}", _shown({"digest": was}), _shown({"digest": now})
+    )
+
+
+def _has_grown(before: Inputs, now: Inputs) -> bool:
+    was, is_now = (inputs.get(STREAM, {}).get("bytes") for inputs in (before, now))
+    return was is not None and is_now is not None and is_now > was
+
+
+def _say_moved(before: Inputs, now: Inputs, *, but: Container[str]) -> None:
+    """Say which paths are others, with the same things in them."""
+    names = {
+        _key(name): name for name in now if name in before and _is_moved(before[name], now[name])
+    }
+    for key, name in names.items():
+        if key in but:
+            continue
+        was, entry = before[name], now[name]
+        line = f"{key}: was {was['path']}, now {entry['path']}: "
+        if entry.get("digest"):
+            logger.info("%sthe same contents", line)
+            continue
+        sizes = " and the files' sizes are" if "bytes" in was and "bytes" in entry else " is"
+        logger.warning(
+            "%sthe block where training stands%s the same; no more of a stream is compared",
+            line,
+            sizes,
         )
 
 
-def _moved_block(place: Mapping[str, Any] | None, data: RunData, *, path: str) -> dict[str, Change]:
-    """Whether the rows where training stands in a stream are others now."""
-    if place is None or not isinstance(data.loader, StreamLoader):
-        return {}
-    was, now = place.get("digest"), data.loader.digest
-    if was is None or was == now:
-        return {}
-    rows = f"{STREAM} ({path}), the rows from {place['first_row'] + 1} on"
-    return {"stream": Change(rows, _shown({"digest": was}), _shown({"digest": now}))}
-
-
 def _changes(before: Inputs, now: Inputs) -> dict[str, Change]:
-    """What differs, by name, where both have it; another path alone is the config's business."""
+    """What differs, by name, where both have it; another path alone isn't a difference."""
     return {
-        name: Change(f"{name} ({now[name]['path']})", _shown(before[name]), _shown(now[name]))
+        name: _change(name, before[name], now[name])
         for name in now
-        if name in before and _identity(before[name]) != _identity(now[name])
+        if name in before and _differ(before[name], now[name])
     }
 
 
-def _identity(entry: Mapping[str, Any]) -> Any:
-    return entry.get("digest") or [entry.get(name) for name in _COUNTS]
+def _differ(was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    if was.get("digest") or now.get("digest"):
+        return bool(was.get("digest") != now.get("digest"))
+    if _is_moved(was, now):  # of a stream on the hub there are no sizes
+        return any(was[name] != now[name] for name in _COUNTS if name in was and name in now)
+    return any(was.get(name) != now.get(name) for name in _COUNTS)
+
+
+def _is_moved(was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    return bool(was["path"] != now["path"])
+
+
+def _change(name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> Change:
+    if _is_moved(was, now):
+        old, new = (f"{entry['path']} ({_shown(entry)})" for entry in (was, now))
+        return Change(name, old, new)
+    return Change(f"{name} ({now['path']})", _shown(was), _shown(now))
 
 
 def _shown(entry: Mapping[str, Any]) -> str:
@@ -210,11 +293,17 @@ def _shown(entry: Mapping[str, Any]) -> str:
     return ", ".join([*counts, *digest])
 
 
-def _refusal(output_dir: str, refused: Mapping[str, Change]) -> str:
+def _refusal(config: RunConfig, refused: Mapping[str, Change], *, grown: bool) -> str:
     effects = dict.fromkeys(_EFFECTS[name.partition(".")[0]] for name in refused)
+    hint = (
+        "\nThe stream has more bytes than before, as when rows were added inside the block of "
+        f"{config.shuffle_buffer_size:,} rows where training stands, or before it. A block is "
+        "shuffled as a whole: a stream can grow only behind it."
+    )
     return (
-        f"{output_dir} holds a run that was trained on other things than are there now:\n  "
+        f"{config.output_dir} holds a run that was trained on other things than are there now:\n  "
         + "\n  ".join(str(change) for change in refused.values())
+        + (hint if grown else "")
         + "\nPut these back, or train anew with another output_dir (or "
         "resume_from_checkpoint=false and --start-over). --accept-changes goes on all the same: "
         + "; ".join(effects)

@@ -12,6 +12,7 @@ from legato.config.resume import diff_on_resume
 from legato.config.schema import RunConfig
 from legato.errors import ResumeError
 from legato.optim.schedule import learning_rate
+from legato.recipes.inputs import judged_by_contents
 from legato.recipes.policies import step_set
 from legato.train.state import TrainState
 
@@ -71,13 +72,14 @@ def read_state(checkpointer: Checkpointer, source: Committed) -> dict[str, Any]:
     )
 
 
-def check_changes(
-    facts: Mapping[str, Any], config: RunConfig, *, world_size: int, accept: bool
-) -> None:
+def check_changes(state: TrainState, config: RunConfig, *, world_size: int, accept: bool) -> None:
     """Hold the config against the resumed run's.
 
+    Paths whose contents the checkpoint tells are left to
+    :func:`~legato.recipes.inputs.check_inputs`.
+
     Args:
-        facts: What the checkpoint has of the run: its config as JSON, its global batch.
+        state: As the checkpoint has it.
         config: The one that is to go on.
         world_size: Number of processes now.
         accept: Only warn of what a run shouldn't change; what it can't change stays an error.
@@ -86,10 +88,11 @@ def check_changes(
         ResumeError: A field changed that a run can't change; ``.changes``.
     """
     refused, warned = diff_on_resume(
-        facts["config"],
+        state.facts["config"],
         config,
-        global_batch_size=stored_global_batch(facts),
+        global_batch_size=stored_global_batch(state.facts),
         world_size=world_size,
+        by_contents=judged_by_contents(state),
     )
     for change in warned:
         logger.warning("changed since the checkpoint: %s", change)

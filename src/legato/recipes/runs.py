@@ -142,7 +142,7 @@ def _run(
     state = TrainState(facts={"start_date": world.control.broadcast(date.today().isoformat())})
     if checkpointer.source is not None:
         state.load_state_dict(read_state(checkpointer, checkpointer.source))
-        check_changes(state.facts, config, world_size=world.world_size, accept=accept_changes)
+        check_changes(state, config, world_size=world.world_size, accept=accept_changes)
     rows = plan_global_batch(config, state.facts, world_size=world.world_size)
     with open_run_data(config, state, global_batch_size=rows, world=world) as data:
         if checkpointer.source is not None:

@@ -93,6 +93,28 @@ def test_what_may_change_freely_is_not_said(changes: dict[str, Any]) -> None:
     assert told(**changes) == ([], [])
 
 
+def test_a_path_is_left_to_its_contents_only_where_the_run_recorded_them() -> None:
+    old = build().model_dump(mode="json")
+    elsewhere = [{"path": "b", "columns": {"prompt": "x"}}]
+    new = build(model="./m", datasets=elsewhere, chat_template="chatml", seed=1)
+    recorded = ["model", "datasets.0.path", "seed"]
+    found = [str(change) for change in diff_on_resume(old, new, by_contents=recorded)[0]]
+    assert found == [
+        "seed: was 0, now 1",
+        "datasets.0.columns.prompt: was q, now x",
+        "chat_template: was auto, now chatml",
+    ]
+    without = [change.key for change in diff_on_resume(old, new)[0]]
+    assert without[:3] == ["model", "seed", "datasets.0.path"]
+
+
+def test_a_data_set_that_was_added_is_no_other_path() -> None:
+    old = build().model_dump(mode="json")
+    new = build(datasets=[*old["datasets"], {"path": "b"}])
+    [change] = diff_on_resume(old, new, by_contents=["datasets.0.path", "datasets.1.path"])[0]
+    assert change.key == "datasets"
+
+
 def test_a_key_that_the_old_config_lacks_had_its_default() -> None:
     old = build().model_dump(mode="json")
     del old["seed"], old["epochs"], old["optimizer"]["weight_decay"]

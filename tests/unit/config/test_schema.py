@@ -16,12 +16,13 @@ ON_RESUME = {
         recipe dtype master_weights lora_rank lora_target_modules lora_modules_to_save use_dora
     """,
     "refuse": """
-        model seed datasets val_set_size chat_template
-        chat_template_kwargs train_on_inputs roles_to_train turns_to_train special_tokens_in_text
+        seed datasets val_set_size chat_template_kwargs train_on_inputs
+        roles_to_train turns_to_train special_tokens_in_text
         max_seq_len excess_length on_bad_row packing streaming shuffle_buffer_size batch_size
         gradient_accumulation_steps lora_alpha lora_dropout use_rslora quantize_base
         optimizer_in_backward
     """,
+    "contents": "model chat_template",
     "warn": """
         eval_datasets attention epochs max_steps max_steps_per_epoch optimizer lr_scheduler
         clip_grad_norm
@@ -50,7 +51,7 @@ def test_every_key_has_the_class_of_the_plan() -> None:
 
 @pytest.mark.parametrize("key", schema_keys(), ids=lambda key: key.name)
 def test_every_key_has_a_class_and_a_doc(key) -> None:  # type: ignore[no-untyped-def]
-    assert key.on_resume in ("fixed", "refuse", "warn", "free", "-")
+    assert key.on_resume in ("fixed", "refuse", "contents", "warn", "free", "-")
     assert key.field.description
     assert key.field.description.endswith((".", "absent."))
 
