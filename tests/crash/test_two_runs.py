@@ -142,8 +142,10 @@ def test_an_output_dir_where_another_run_has_ended_is_let_alone(tmp_path: Path) 
     out = tmp_path / "out"
     with Checkpointer(out, keep=KeepLast(1)) as checkpointer:
         checkpointer.save(Loop().run_to(2).state, step=2).result()
+        assert checkpointer.holds_output_dir
         out.rename(tmp_path / "moved")
         run_id = run_another(out)
+        assert not checkpointer.holds_output_dir
         checkpointer.save(Loop().run_to(3).state, step=3).wait()
         with pytest.raises(
             OutputDirLockedError, match=f"run {run_id} .* has used the one"

@@ -179,6 +179,11 @@ class Checkpointer:
         return next((found for found in complete[::-1] if found.run_id == self.run_id), None)
 
     @property
+    def holds_output_dir(self) -> bool:
+        """On rank 0: whether output_dir still is the folder that this run has locked."""
+        return self._session.lock is None or self._session.lock.is_kept()
+
+    @property
     def in_flight(self) -> int | None:
         """The step that is being written, or whose failed snapshot is kept; None: there is none."""
         return self._saver.in_flight

@@ -199,15 +199,32 @@ def _planned(folder: RunFolder) -> Iterator[tuple[Committed, str, Callable[[], o
         )
     found = plan_keeping(steps)
     how, plan = found.config.prune, found.plan
+    dropping = [i for i in found.steps if i.step in plan.drop_state and i.manifest.has_state]
+    if plan.remove or dropping:
+        _refuse_damaged(folder, found.steps[-1])
     for step in found.steps:
         why = ", ".join(plan.reasons.get(step.step, ()))
         if step.step in plan.remove:
             action = "moved to .pruned/" if how == "move" else "deleted"
             yield step, action, partial(folder.prune, step.step, how=how, now=time.time())
-        elif step.step in plan.drop_state and step.manifest.has_state:
+        elif step in dropping:
             yield step, f"kept without state/ ({why})", partial(folder.drop_state, step)
         else:
             yield step, f"kept ({why})", lambda: None
+
+
+def _refuse_damaged(folder: RunFolder, newest: Committed) -> None:
+    """Read the newest step, which stands in for all that go: a disk may have spoilt it since."""
+    from legato.checkpoint.inspection import find_damage
+    from legato.errors import CheckpointTornError
+
+    if damage := find_damage(folder.storage, newest):
+        raise CheckpointTornError(
+            f"{damage[0]}: the newest step isn't what was saved, so nothing is deleted. `legato "
+            f"ckpt rm {newest.path}` removes it, `legato ckpt verify {folder.path}` checks others.",
+            path=newest.path,
+            problems=damage,
+        )
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -54,10 +54,13 @@ def write_config(config: RunConfig, *, config_name: str, config_yaml: str) -> No
         Path(config.output_dir, f"{config_name}.yaml").write_text(config_yaml, encoding="utf-8")
 
 
-def open_metrics(config: RunConfig, *, loggers: Sequence[Logger]) -> MetricsLog:
+def open_metrics(
+    config: RunConfig, *, loggers: Sequence[Logger], is_ours: Callable[[], bool]
+) -> MetricsLog:
     """The run's ``metrics.jsonl``; `CheckpointWriteError` where it can't be written."""
     with writing_to(config.output_dir):
-        return MetricsLog(Path(config.output_dir, METRICS_NAME), loggers=loggers)
+        path = Path(config.output_dir, METRICS_NAME)
+        return MetricsLog(path, loggers=loggers, is_ours=is_ours)
 
 
 def _refuse_folders(folder: Path, names: Sequence[str]) -> None:

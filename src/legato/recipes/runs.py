@@ -362,7 +362,11 @@ def _reporting(
             config=config.model_dump(mode="json"),
             resumed_step=state.step,
         )
-        return open_metrics(config, loggers=build_loggers(config.loggers, about))
+        return open_metrics(
+            config,
+            loggers=build_loggers(config.loggers, about),
+            is_ours=lambda: checkpointer.holds_output_dir,
+        )
 
     metrics = world.on_every_rank(open_log)
     if metrics is None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+_BEGINNING = b'{"event": "'  # of every line
 _log = logging.getLogger(__name__)
 
 EventName = Literal[
@@ -41,9 +42,11 @@ class MetricsLog:
     a warning, and left out.
 
     Args:
-        path: The file; made with its folder when absent. A last line without its end, left by a
-            crash, is removed.
+        path: The file; made with its folder when absent. Of a last line without its end, an event
+            that a crash cut short is removed; any other gets its end.
         loggers: Who else gets every event.
+        is_ours: Whether the folder still is the run's own. Only then a file that was deleted or
+            moved is begun anew: another run may have the place of its folder by now.
         clock: Seconds since the epoch, for the field ``time``.
 
     Raises:
@@ -62,9 +65,11 @@ class MetricsLog:
         path: str | os.PathLike[str],
         *,
         loggers: Sequence[Logger] = (),
+        is_ours: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.path = Path(path)
+        self._is_ours = is_ours
         self._clock = clock
         self._loggers = list(loggers)
         self._is_failure_said = False
@@ -107,8 +112,12 @@ class MetricsLog:
     def _open(self) -> None:
         # Unbuffered: a line is with the operating system when write() returns.
         self._file = self.path.open("r+b" if self.path.exists() else "x+b", buffering=0)
-        self._end = _whole_lines_bytes(self._file.read())
+        content = self._file.read()
+        self._end = len(content) - len(_cut_short(content))
         self._file.truncate(self._end)
+        if self._end and content[self._end - 1 : self._end] != b"\n":
+            self._file.seek(self._end)
+            self._end += self._file.write(b"\n") or 0
 
     def _follow(self) -> None:
         """Go on in a new file where ours was deleted or moved, once its folder is there again."""
@@ -118,6 +127,8 @@ class MetricsLog:
         except FileNotFoundError:
             if not self.path.parent.is_dir():  # whoever writes checkpoints makes it, and locks it
                 return
+        if not self._is_ours():
+            return
         _log.warning("%s has gone: metrics go on in a new file, without those before", self.path)
         gone = self._file
         self._open()
@@ -165,9 +176,16 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
                 yield event
 
 
-def _whole_lines_bytes(content: bytes) -> int:
-    """Length of the part that ends with a line end."""
-    return content.rfind(b"\n") + 1
+def _cut_short(content: bytes) -> bytes:
+    """The event at the end of which only the beginning was written; empty: there is none."""
+    last = content[content.rfind(b"\n") + 1 :]
+    if last[: len(_BEGINNING)] != _BEGINNING[: len(last)]:  # somebody else's
+        return b""
+    try:
+        json.loads(last)
+    except ValueError:
+        return last
+    return b""
 
 
 def _json_fields(fields: Mapping[str, Any]) -> dict[str, Any]:

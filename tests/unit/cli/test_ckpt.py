@@ -187,6 +187,19 @@ def test_prune_says_what_stays_and_why(run: Path, capsys: pytest.CaptureFixture[
     assert steps_in(run) == ["step_1", "step_2", "step_4"]
 
 
+@pytest.mark.parametrize("words", [[], ["--dry-run"]])
+def test_prune_deletes_nothing_for_a_newest_step_that_is_damaged(
+    run: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    damage(run / "step_4" / "model.safetensors")
+    assert main(["ckpt", "prune", *words, str(run)]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "step_4/model.safetensors: the bytes from " in said.err
+    assert "so nothing is deleted. `legato ckpt rm " in said.err
+    assert steps_in(run) == ["step_1", "step_2", "step_4"]
+
+
 def test_rm_asks_first_and_mends_the_link(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ckpt", "rm", str(run / "step_4")]) == 2
     assert capsys.readouterr().err.endswith("/out/step_4. Add --yes to do it\n")

@@ -103,6 +103,27 @@ def test_a_resumed_run_adds_to_the_file_and_removes_only_a_torn_last_line(tmp_pa
     assert path.read_text() == whole + '{"event": "resume", "time": 0.0, "step": 1}\n'
 
 
+@pytest.mark.parametrize(
+    ("last", "kept"),
+    [
+        (b"my own words", b"my own words\n"),
+        (b'{"event": "step", "step": 1}', b'{"event": "step", "step": 1}\n'),
+        (b'{"ev', b""),
+        (b'{"event": "step", "step": 1', b""),
+    ],
+)
+def test_a_last_line_without_its_end_gets_it_unless_it_is_half_an_event(
+    tmp_path: Path, last: bytes, kept: bytes
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"first\n" + last)
+    log = MetricsLog(path, clock=lambda: 0.0)
+    log.write("end", step=1)
+    log.close()
+    end = b'{"event": "end", "time": 0.0, "step": 1}\n'
+    assert path.read_bytes() == b"first\n" + kept + end
+
+
 def test_readers_leave_out_a_line_that_is_being_written(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"event": "step", "step": 1}\n[1]\n\xff\n{"event": "st')
@@ -186,6 +207,24 @@ def test_a_file_that_was_deleted_is_begun_anew_once_its_folder_is_there(
     assert [event["step"] for event in read_events(path)] == [4, 5]
     assert [event["step"] for event in read_events(tmp_path / "moved.jsonl")] == [3]
     assert caplog.text.count("has gone: metrics go on in a new file") == 2
+
+
+def test_a_file_of_another_run_in_its_place_is_let_alone(tmp_path: Path) -> None:
+    path, is_ours = tmp_path / "out" / "metrics.jsonl", False
+    log = MetricsLog(path, is_ours=lambda: is_ours)
+    path.parent.rename(tmp_path / "moved")
+    path.parent.mkdir()
+    log.write("step", step=1)
+    assert not path.exists()
+    path.write_text("another's\n")
+    log.write("step", step=2)
+    assert path.read_text() == "another's\n"
+    found = read_events(tmp_path / "moved" / "metrics.jsonl")
+    assert [event["step"] for event in found] == [1, 2]
+    is_ours = True
+    log.write("step", step=3)
+    log.close()
+    assert [event["step"] for event in read_events(path)] == [3]
 
 
 def test_a_folder_that_cant_be_written_is_an_error_at_the_start(tmp_path: Path) -> None:
