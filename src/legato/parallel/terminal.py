@@ -31,8 +31,10 @@ def outlive_readers() -> None:
     before the run has written its next line, which must not cost it the last save. Streams that
     were put in the place of the process's own are left alone.
     """
-    sys.stdout = _outliving(sys.stdout, 1)
-    sys.stderr = _outliving(sys.stderr, 2)
+    if sys.stdout is sys.__stdout__:
+        sys.stdout = _outliving(sys.stdout, 1)
+    if sys.stderr is sys.__stderr__:
+        sys.stderr = _outliving(sys.stderr, 2)
 
 
 def _outliving(stream: TextIO | None, fd: int) -> TextIO:
