@@ -146,7 +146,8 @@ def _expected(details: ErrorDetails) -> str:
     }
     if kind in bounds:
         name, words = bounds[kind]
-        return f"{words} {context[name]:g}"
+        bound = context[name]
+        return f"{words} {bound:,}" if isinstance(bound, int) else f"{words} {bound:g}"
     return details["msg"].removeprefix("Input should be ")
 
 

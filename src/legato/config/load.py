@@ -30,7 +30,7 @@ from legato.config.aliases import (
 from legato.config.explain import problems_of, unknown_key_advice
 from legato.config.rules import Problem, dotted
 from legato.config.schema import RunConfig
-from legato.config.source import Layer, Override, Path, read_override, read_yaml
+from legato.config.source import Layer, Override, Path, index_or_name, read_override, read_yaml
 from legato.errors import ConfigError
 
 COMMAND_LINE = "command line"
@@ -319,4 +319,4 @@ def _first_line(error: Exception) -> str:
 
 def _path_of(full_key: str) -> Path:
     parts = full_key.replace("[", ".").replace("]", "").split(".")
-    return tuple(int(part) if part.isdigit() else part for part in parts if part)
+    return tuple(index_or_name(part) for part in parts if part)

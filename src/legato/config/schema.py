@@ -31,6 +31,7 @@ from legato.config.types import (
     SwitchOrCount,
     TargetModules,
     TextList,
+    Whole,
     key,
 )
 
@@ -130,7 +131,7 @@ class RunConfig(Section):
     special_tokens_in_text: Literal["error", "allow"] = key(
         "error", "What to do when a row's text holds a control token.", on_resume="refuse"
     )
-    max_seq_len: int = key(
+    max_seq_len: Whole = key(
         2048,
         "Longest sample; the model's limit where that is smaller.",
         on_resume="refuse",
@@ -150,14 +151,14 @@ class RunConfig(Section):
     streaming: Switch = key(
         False, "Read the data while training instead of before.", on_resume="refuse"
     )
-    shuffle_buffer_size: int = key(
+    shuffle_buffer_size: Whole = key(
         10_000,
         "Rows of a stream that are shuffled together.",
         on_resume="refuse",
         unit="rows",
         ge=1,
     )
-    num_workers: int = key(
+    num_workers: Whole = key(
         0,
         "Processes that tokenize; from 1 on a thread makes the next batches during a step.",
         on_resume="free",
@@ -165,34 +166,34 @@ class RunConfig(Section):
     )
 
     # -- length of the run
-    batch_size: int = key(
+    batch_size: Whole = key(
         1, "Rows per device and micro-batch.", on_resume="refuse", unit="rows", ge=1
     )
-    gradient_accumulation_steps: int = key(
+    gradient_accumulation_steps: Whole = key(
         1, "Micro-batches per optimizer step.", on_resume="refuse", unit="micro-batches", ge=1
     )
-    epochs: int | None = key(
+    epochs: Whole | None = key(
         1,
         "Passes over the data; null repeats it until max_steps.",
         on_resume="warn",
         unit="epochs",
         ge=1,
     )
-    max_steps: int | None = key(
+    max_steps: Whole | None = key(
         None,
         "The run ends here if its epochs haven't ended before.",
         on_resume="warn",
         unit="optimizer steps",
         ge=0,
     )
-    max_steps_per_epoch: int | None = key(
+    max_steps_per_epoch: Whole | None = key(
         None,
         "An epoch ends here if its rows haven't ended before.",
         on_resume="warn",
         unit="optimizer steps",
         ge=0,
     )
-    stop_after_step: int | None = key(
+    stop_after_step: Whole | None = key(
         None,
         "End this process after this step, with a checkpoint; the schedule stays as it is.",
         on_resume="free",
@@ -216,7 +217,7 @@ class RunConfig(Section):
     )
 
     # -- LoRA
-    lora_rank: int = key(16, "Width of the update.", on_resume="fixed", unit="features", ge=1)
+    lora_rank: Whole = key(16, "Width of the update.", on_resume="fixed", unit="features", ge=1)
     lora_alpha: float = key(
         32, "Strength: the update is scaled by alpha / rank.", on_resume="refuse", gt=0, le=1e6
     )
@@ -254,28 +255,28 @@ class RunConfig(Section):
         gt=0,
     )
     save_at_epoch_end: Switch = key(False, "Save at the end of each epoch too.", on_resume="free")
-    keep_last_n_checkpoints: int | None = key(
+    keep_last_n_checkpoints: Whole | None = key(
         None,
         "Keep the newest n; all when neither this nor another keep_ key is set.",
         on_resume="free",
         unit="checkpoints",
         ge=1,
     )
-    keep_last_n_states: int | None = key(
+    keep_last_n_states: Whole | None = key(
         None,
         "Older checkpoints lose what only a resumed run needs.",
         on_resume="free",
         unit="checkpoints",
         ge=1,
     )
-    keep_best_n_checkpoints: int | None = key(
+    keep_best_n_checkpoints: Whole | None = key(
         None,
         "Keep the best n by metric_for_best_model; a new best is saved.",
         on_resume="free",
         unit="checkpoints",
         ge=1,
     )
-    keep_every_n_steps: int | None = key(
+    keep_every_n_steps: Whole | None = key(
         None,
         "Keep every checkpoint whose step is a multiple of n.",
         on_resume="free",
@@ -338,7 +339,7 @@ class RunConfig(Section):
         on_resume="free",
         unit="optimizer steps",
     )
-    generate_samples: int = key(
+    generate_samples: Whole = key(
         0,
         "Prompts to answer at each evaluation: of the evaluation data, else of the training data.",
         on_resume="free",
@@ -370,7 +371,7 @@ class RunConfig(Section):
 
     # -- many devices
     dp_shard: AllOrCount = key("all", "Ranks that share one copy of the model.", on_resume="free")
-    dp_replicate: int = key(1, "Copies of the model.", on_resume="free", ge=1)
+    dp_replicate: Whole = key(1, "Copies of the model.", on_resume="free", ge=1)
     reshard_after_forward: Switch = key(
         True, "Free gathered weights after forward.", on_resume="free"
     )

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, Tag, field_validator
 from pydantic_core import PydanticCustomError
 
-from legato.config.types import Section, Switch, by_kind, key
+from legato.config.types import Section, Switch, Whole, by_kind, key
 
 
 class DatasetConfig(Section):
@@ -65,14 +65,14 @@ class LRSchedulerConfig(Section):
     name: Literal["cosine", "linear", "constant"] = key(
         "cosine", "Shape after warm-up.", on_resume="warn"
     )
-    num_warmup_steps: int = key(
+    num_warmup_steps: Whole = key(
         0,
         "Steps of linear growth from 0 to the peak.",
         on_resume="warn",
         unit="optimizer steps",
         ge=0,
     )
-    num_training_steps: int | None = key(
+    num_training_steps: Whole | None = key(
         None,
         "Step at which the schedule ends; the run's last step when absent.",
         on_resume="warn",
@@ -108,7 +108,7 @@ class CompileConfig(Section):
 class Schedule(Section):
     """Steps that grow apart: ``first``, then ``factor`` times as far, up to ``max_interval``."""
 
-    first: int = key(
+    first: Whole = key(
         ..., "The first step that counts.", on_resume="free", unit="optimizer steps", ge=1
     )
     factor: float = key(
@@ -117,13 +117,13 @@ class Schedule(Section):
         on_resume="free",
         gt=1,
     )
-    max_interval: int = key(
+    max_interval: Whole = key(
         ..., "Intervals stop growing here.", on_resume="free", unit="optimizer steps", ge=1
     )
 
 
 Interval = Annotated[
-    Annotated[Schedule, Tag("<schedule>")] | Annotated[int, Field(ge=1), Tag("<number>")],
+    Annotated[Schedule, Tag("<schedule>")] | Annotated[Whole, Field(ge=1), Tag("<number>")],
     by_kind(schedule=(dict, Schedule), number=int),
 ]
 """Every so many optimizer steps, or a :class:`Schedule`."""

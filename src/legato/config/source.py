@@ -20,6 +20,11 @@ Path = tuple[str | int, ...]
 FREE_FORM = frozenset({"chat_template_kwargs"})
 """Keys whose content no schema types: scalars below them are read as YAML 1.2 does."""
 
+MAX_DEPTH = 32
+"""Levels of lists and mappings; no config needs nearly as many, and libraries recurse over them."""
+
+_TOO_DEEP = f"nested too deeply: more than {MAX_DEPTH} levels"
+_LONGEST_INTEGER = 1000  # digits; Python refuses to read more than 4300
 _NULL_WORDS = frozenset({"", "~", "null", "Null", "NULL", "None"})
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
 _DECIMAL = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
@@ -91,6 +96,11 @@ def read_yaml(text: str, *, name: str) -> Layer:
 
 
 def _read_node(node: yaml.Node, path: Path, layer: Layer) -> Any:
+    if len(path) > MAX_DEPTH:
+        problem = Problem(path[:1], _TOO_DEEP)
+        if problem not in layer.problems:
+            layer.problems.append(problem)
+        return None
     if node.tag not in _PLAIN_TAGS:
         layer.problems.append(Problem(path, f"YAML tags ({node.tag}) aren't read; write the value"))
         return None
@@ -130,7 +140,7 @@ def read_plain(text: str, *, free_form: bool = False) -> Any:
         return text
     if text in ("true", "True", "false", "False"):
         return text.lower() == "true"
-    if _INTEGER.fullmatch(text):
+    if len(text) <= _LONGEST_INTEGER and _INTEGER.fullmatch(text):
         return int(text)
     if _DECIMAL.fullmatch(text):
         return float(text)
@@ -149,6 +159,8 @@ class Override:
 
 def read_override(argument: str) -> Override | Problem:
     """Read ``a.b=value`` (everything after the first ``=`` is the value) or ``~a.b``."""
+    if argument.partition("=")[0].count(".") >= MAX_DEPTH:
+        return Problem((), f"{argument[:40]}...: {_TOO_DEEP}")
     if argument.startswith("~"):
         path = _split(argument[1:])
         if not path or "=" in argument:
@@ -172,4 +184,9 @@ def _split(name: str) -> Path:
     parts = name.split(".")
     if not all(parts):
         return ()
-    return tuple(int(part) if part.isdigit() else part for part in parts)
+    return tuple(map(index_or_name, parts))
+
+
+def index_or_name(part: str) -> int | str:
+    """One part of a dotted key: a place in a list, or a name."""
+    return int(part) if part.isdecimal() and len(part) < _LONGEST_INTEGER else part

@@ -108,6 +108,10 @@ def by_kind(**kinds: type | tuple[type, ...]) -> Discriminator:
     return Discriminator(kind_of)
 
 
+Whole = Annotated[int, Field(le=2**31 - 1)]
+"""Every whole number of a config but the seed: beyond this none means anything, and products of two
+still fit into 64 bits."""
+
 # "1" and "0" as a switch are left to pydantic, which reads them as true and false.
 Switch = Annotated[bool, BeforeValidator(as_switch)]
 TextList = Annotated[list[str], BeforeValidator(_as_list)]
@@ -115,7 +119,7 @@ Logger = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 LoggerList = Annotated[list[Logger], BeforeValidator(_loggers)]
 
 SwitchOrCount = Annotated[
-    Annotated[bool, Tag("<switch>")] | Annotated[int, Field(ge=1), Tag("<count>")],
+    Annotated[bool, Tag("<switch>")] | Annotated[Whole, Field(ge=1), Tag("<count>")],
     by_kind(switch=bool, count=int),
     BeforeValidator(_switch_or_count),
 ]
@@ -137,6 +141,6 @@ def _all_or_number(value: Any) -> str:
 
 
 AllOrCount = Annotated[
-    Annotated[Literal["all"], Tag("<word>")] | Annotated[int, Field(ge=1), Tag("<number>")],
+    Annotated[Literal["all"], Tag("<word>")] | Annotated[Whole, Field(ge=1), Tag("<number>")],
     Discriminator(_all_or_number),
 ]

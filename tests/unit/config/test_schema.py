@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import pytest
 
 from legato.config.aliases import ADVICE, ALIASES
 from legato.config.explain import Key, key_at, schema_keys
 from legato.config.load import validate
+from legato.config.schema import RunConfig
 
 # The table of the plan of record, by top-level key.
 ON_RESUME = {
@@ -93,12 +95,40 @@ def test_a_weight_that_repeats_or_leaves_out_everything_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "bound"), [("seed", 2**63, "9.22337e+18"), ("lora_alpha", 1e300, "1e+06")]
+    ("key", "value", "bound"),
+    [
+        ("seed", 2**63, "9,223,372,036,854,775,807"),
+        ("lora_alpha", 1e300, "1e+06"),
+        ("shuffle_buffer_size", 10**22, "2,147,483,647"),
+        ("save_every_n_train_steps", 2**31, "2,147,483,647"),
+        ("dp_shard", 2**31, "2,147,483,647"),
+    ],
 )
 def test_numbers_that_torch_cannot_take_are_refused(key: str, value: float, bound: str) -> None:
     _, problems = validate({key: value})
     told = [p.message for p in problems if p.path == (key,)]
     assert told == [f"expected a number of at most {bound}, found {value}"]
+
+
+def test_every_whole_number_of_a_config_has_a_largest_value() -> None:
+    def without_maximum(part: object, place: str) -> list[str]:
+        items: Iterable[tuple[object, object]] = ()
+        if isinstance(part, dict):
+            if part.get("type") == "integer" and "maximum" not in part:
+                return [place]
+            items = part.items()
+        elif isinstance(part, list):
+            items = enumerate(part)
+        return [found for name, each in items for found in without_maximum(each, f"{place}/{name}")]
+
+    assert without_maximum(RunConfig.model_json_schema(), "") == []
+
+
+@pytest.mark.parametrize("text", ["9" * 400, "9" * 5000])
+def test_a_number_of_hundreds_of_digits_is_a_problem_of_its_key(text: str) -> None:
+    for key in ("batch_size", "lora_rank", "compile", "save_every_n_train_steps", "dp_shard"):
+        _, problems = validate({key: text})
+        assert [p.path for p in problems if p.message.startswith("expected ")] == [(key,)]
 
 
 def test_nested_keys_are_found_by_their_place() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from legato.config.load import load_config
 from legato.config.source import Override, read_override, read_yaml
 
 
@@ -66,6 +69,8 @@ def test_every_key_and_entry_has_its_line() -> None:
         ("# only a comment\n", "my.yaml", "the file holds no keys"),
         ("a: 1\n---\nb: 2\n", "my.yaml:2", "not readable as YAML"),
         ("a: " + "[" * 5000, "my.yaml", "nested too deeply"),
+        ("a: " + "[" * 33 + "]" * 33, "my.yaml", "a: nested too deeply: more than 32 levels"),
+        ("a: {b: " + "[" * 300 + "]" * 300 + "}", "my.yaml", "a: nested too deeply"),
         ("? [a, b]\n: 1\n", "my.yaml", "a key must be a word"),
     ],
 )
@@ -73,6 +78,15 @@ def test_what_is_not_a_plain_tree_is_a_problem(text: str, name: str, problem: st
     layer = read_yaml(text, name="my.yaml")
     assert layer.name == name
     assert problem in str(layer.problems[0])
+
+
+def test_what_comes_after_reading_takes_as_many_levels_as_are_read(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text(
+        "recipe: full_finetune_single_device\nmodel: m\noptimizer: {lr: 1}\ndataset: a.jsonl\n"
+        f"chat_template_kwargs: {{b: {'[' * 31}{']' * 31}}}\n"
+    )
+    deepest = ".".join("a" * 31) + "=" + "[" * 32 + "]" * 32
+    load_config(str(tmp_path / "my.yaml"), [f"chat_template_kwargs.{deepest}"])
 
 
 @pytest.mark.parametrize(
@@ -111,6 +125,11 @@ def test_a_tilde_removes() -> None:
         ("a..b=3", "a..b=3: expected key=value or ~key"),
         ("~a=3", "~a=3: expected ~key, which removes a key"),
         ("~", "~: expected ~key, which removes a key"),
+        (".".join("a" * 3000) + "=1", "a." * 20 + "...: nested too deeply: more than 32 levels"),
+        (
+            "~" + ".".join("a" * 33),
+            "~" + "a." * 19 + "a...: nested too deeply: more than 32 levels",
+        ),
         ("a={b: 1", "a={b: 1: not readable as YAML: expected ',' or '}', but got '<stream end>'"),
     ],
 )
