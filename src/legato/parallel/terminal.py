@@ -41,7 +41,7 @@ def _outliving(stream: TextIO | None, fd: int) -> TextIO:
     if stream is None:  # started with `>&-`: the next file to be opened would get its number
         _lead_nowhere(fd)
         stream = io.TextIOWrapper(io.FileIO(fd, "w", closefd=False), write_through=True)
-    if not isinstance(stream, io.TextIOWrapper) or stream.fileno() != fd:
+    if not isinstance(stream, io.TextIOWrapper) or _number(stream) != fd:
         return stream
     stream.flush()
     return io.TextIOWrapper(
@@ -51,6 +51,14 @@ def _outliving(stream: TextIO | None, fd: int) -> TextIO:
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )
+
+
+def _number(stream: TextIO) -> int | None:
+    """The file that a stream writes to; None: it is in memory, or closed."""
+    try:
+        return stream.fileno()
+    except ValueError:
+        return None
 
 
 class _Unheard(io.FileIO):
