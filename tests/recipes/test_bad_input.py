@@ -114,6 +114,10 @@ def metrics_are_a_folder(folder: Path, model: Path) -> list[str]:
     return []
 
 
+def config_lies_in_output_dir(folder: Path, model: Path) -> list[str]:
+    return [f"output_dir={folder}"]
+
+
 def lock_is_a_folder(folder: Path, model: Path) -> list[str]:
     (folder / "out" / ".lock").mkdir(parents=True)
     return []
@@ -149,6 +153,7 @@ CASES: list[tuple[Case, int, list[str]]] = [
         ["orders.jsonl:1", "'mugs' (id 259)", "the model has 259"],
     ),
     (metrics_are_a_folder, 2, ["out/metrics.jsonl is a folder"]),
+    (config_lies_in_output_dir, 2, ["/run.yaml is your own file", "another output_dir"]),
     (lock_is_a_folder, 1, ["out/.lock is a folder", "Move it away"]),
     (unknown_key, 2, ["save_every_n_train_steps"]),
     (torchrun_option, 2, ["2 processes", "_finetune_distributed"]),

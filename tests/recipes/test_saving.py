@@ -140,4 +140,8 @@ def test_each_step_folder_holds_the_resolved_config_under_the_name_it_was_given_
     for folder in (tmp_path / "out", tmp_path / "out" / "step_1"):
         assert "seed: 7" in (folder / "run.yaml").read_text()
     # What was resolved can be run again as it stands, and knows that it is done.
-    assert legato("validate", tmp_path / "out" / "run.yaml") == 0
+    resolved = tmp_path / "out" / "run.yaml"
+    assert legato("validate", resolved) == 0
+    assert legato("run", "--config", resolved, "max_steps=2") == 0
+    assert resolved.read_text().startswith("# Resolved by Legato.")
+    assert "max_steps: 2" in resolved.read_text()

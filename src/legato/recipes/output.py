@@ -15,6 +15,8 @@ from legato.report.metrics import Logger, MetricsLog
 from legato.storage.writing import writing_to
 
 METRICS_NAME = "metrics.jsonl"
+# The first line of a resolved config: by it a run knows that the file is its to replace.
+_CONFIG_HEADER = "# Resolved by Legato. Each start of the run replaces this file: change a copy.\n"
 
 
 @contextmanager
@@ -30,12 +32,15 @@ def output_folder(config: RunConfig, *, config_name: str, world: World) -> Itera
         None: the block is the run.
 
     Raises:
-        ConfigError: Folders lie where the run's own files go, or not all hosts see output_dir.
+        ConfigError: A folder, or a config of the user's own, lies where the run writes a file; or
+            not all hosts see output_dir.
+        CheckpointWriteError: What lies there can't be read.
         PeerLostError: Rank 0 has refused it.
     """
     folder = Path(config.output_dir)
-    names = [METRICS_NAME, f"{config_name}.yaml"]
-    world.on_every_rank(lambda: _refuse_folders(folder, names) if world.is_main else None)
+    world.on_every_rank(
+        lambda: _refuse_others_files(folder, config_name) if world.is_main else None
+    )
     absent = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         if config.shared_storage:
@@ -51,7 +56,8 @@ def output_folder(config: RunConfig, *, config_name: str, world: World) -> Itera
 def write_config(config: RunConfig, *, config_name: str, config_yaml: str) -> None:
     """Write the resolved config into output_dir; `CheckpointWriteError` where that can't be."""
     with writing_to(config.output_dir):
-        Path(config.output_dir, f"{config_name}.yaml").write_text(config_yaml, encoding="utf-8")
+        path = Path(config.output_dir, f"{config_name}.yaml")
+        path.write_text(_CONFIG_HEADER + config_yaml, encoding="utf-8")
 
 
 def open_metrics(
@@ -63,8 +69,22 @@ def open_metrics(
         return MetricsLog(path, loggers=loggers, is_ours=is_ours)
 
 
-def _refuse_folders(folder: Path, names: Sequence[str]) -> None:
-    if taken := [str(folder / name) for name in names if (folder / name).is_dir()]:
-        raise ConfigError(
-            [f"output_dir: {path} is a folder, a run writes a file there" for path in taken]
-        )
+def _refuse_others_files(folder: Path, config_name: str) -> None:
+    resolved = folder / f"{config_name}.yaml"
+    taken = [path for path in (folder / METRICS_NAME, resolved) if path.is_dir()]
+    problems = [f"output_dir: {path} is a folder, a run writes a file there" for path in taken]
+    with writing_to(folder):
+        if resolved.is_file() and not _is_resolved_config(resolved):
+            problems.append(
+                f"output_dir: {resolved} is your own file, and a run writes its resolved config "
+                "there: rename it, or choose another output_dir"
+            )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _is_resolved_config(path: Path) -> bool:
+    """Whether a run wrote the file; one that was killed may have left only its beginning."""
+    header = _CONFIG_HEADER.encode()
+    with path.open("rb") as file:
+        return header.startswith(file.read(len(header)))
