@@ -14,6 +14,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from legato import load_config
+from legato.data.stream import StreamLoader
+from legato.errors import ResumeError
 from legato.parallel.world import World
 from legato.recipes.data import build_run_data
 from legato.recipes.inputs import check_inputs, judged_by_contents
@@ -248,6 +250,33 @@ def test_a_stream_by_another_path_goes_on_aloud_if_its_block_and_sizes_are_the_s
         f"datasets.0.path: was {data}, now {copy}: the block where training stands and the files' "
         "sizes are the same; no more of a stream is compared" in capsys.readouterr().err
     )
+
+
+def test_a_stream_that_came_from_the_hub_has_no_sizes_and_its_block_decides(
+    tmp_path: Path, tiny_model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = write_config(tmp_path, model=tiny_model_dir, recipe=LORA, max_steps=5, **STREAM)
+    config, started = load_config(file).config, "2026-01-31"
+    data = build_run_data(
+        config,
+        start_date=date.fromisoformat(started),
+        world=World.single("cpu"),
+        global_batch_size=4,
+    )
+    assert isinstance(data.loader, StreamLoader)
+    with closing(data.loader), caplog.at_level(logging.WARNING):
+        inputs = {**data.inputs, "datasets.0": {"path": "org/orders"}}
+        state = TrainState(facts={"start_date": started, "inputs": inputs})
+        assert "datasets.0.path" not in judged_by_contents(state)  # no block was recorded
+        state.data_place = {"first_row": 0, "digest": data.loader.digest}
+        assert "datasets.0.path" in judged_by_contents(state)
+        check_inputs(state, config, data, accept=False)
+        [line] = caplog.messages
+        assert "was org/orders, now " in line
+        assert "the block where training stands is the same; no more of a stream" in line
+        state.data_place["digest"] = "xxh3_128:0"
+        with pytest.raises(ResumeError, match="before: org/orders"):
+            check_inputs(state, config, data, accept=False)
 
 
 def test_a_stream_cannot_grow_inside_the_block_where_training_stands(
