@@ -222,3 +222,18 @@ def test_a_checkpointer_gives_its_lock_back_when_opening_fails(tmp_path: Path) -
     process, pipe = holder(tmp_path / "out")
     pipe.send("end")
     process.join()
+
+
+def test_a_mount_that_numbers_its_files_anew_costs_neither_lock_nor_words(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lock = OutputDirLock(str(tmp_path))
+    lock.acquire()
+    lock.write(run_id="a", branch=0, now=0.0)
+    (tmp_path / "renumbered").write_bytes((tmp_path / ".lock").read_bytes())
+    (tmp_path / "renumbered").replace(tmp_path / ".lock")
+    assert not lock.is_kept()
+    lock.keep()
+    assert lock.is_kept()
+    assert not caplog.records
+    lock.release()

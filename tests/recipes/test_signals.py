@@ -43,7 +43,9 @@ def wait_for_step(output_dir: Path, step: int, process: subprocess.Popen[bytes])
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"]
+    ("number", "code"),
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)],
+    ids=["SIGTERM", "SIGINT", "SIGHUP"],
 )
 def test_a_stop_signal_saves_the_step_it_came_in_and_the_same_command_goes_on(
     tmp_path: Path, tiny_model_dir: Path, recipe: str, number: signal.Signals, code: int

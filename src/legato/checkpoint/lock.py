@@ -84,18 +84,23 @@ class OutputDirLock:
         if self._fd is None or _is_at(self._fd, self.path):
             return
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        # First: closing any number of a file gives all locks on it back, and it may be the same
+        # file, on a mount that numbers its files anew.
+        os.close(self._fd)
+        self._fd = None
         fd, _ = _take(self.path, wait_seconds=0.0)
-        if _content(fd) not in (b"", self._content):
+        content = _content(fd)
+        if content not in (b"", self._content):
             holder = _read(fd)
             os.close(fd)
             raise _taken_over(self.path, holder)
-        logger.error(
-            "%s has gone: was output_dir deleted or moved while this run writes to it? It is made "
-            "again, without what was in it.", self.path,
-        )  # fmt: skip
-        gone, self._fd = self._fd, fd
-        os.close(gone)
-        self._write_content()
+        self._fd = fd
+        if not content:
+            logger.error(
+                "%s has gone: was output_dir deleted or moved while this run writes to it? It is "
+                "made again, without what was in it.", self.path,
+            )  # fmt: skip
+            self._write_content()
 
     def write(self, *, run_id: str, branch: int, now: float, launch_id: str | None = None) -> None:
         """Say who holds it."""

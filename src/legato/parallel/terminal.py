@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
@@ -19,9 +20,10 @@ def leave_closed_terminal() -> None:
     left alone: somebody has sent SIGHUP by hand.
     """
     for fd in (1, 2):
-        # A closed terminal is still a device, but no terminal any more.
-        if stat.S_ISCHR(os.fstat(fd).st_mode) and not os.isatty(fd):
-            _lead_nowhere(fd)
+        with contextlib.suppress(OSError):  # it was closed before
+            # A closed terminal is still a device, but no terminal any more.
+            if stat.S_ISCHR(os.fstat(fd).st_mode) and not os.isatty(fd):
+                _lead_nowhere(fd)
 
 
 def outlive_readers() -> None:

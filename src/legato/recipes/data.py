@@ -149,7 +149,11 @@ def open_run_data(
             return data
 
         data = read_same_data(read, samples=lambda data: data.train, world=world)
-        check_same_inputs(data.inputs, world=world)
+        inputs = dict(data.inputs)
+        if isinstance(data.loader, StreamLoader):
+            # Each rank holds it against the checkpoint by itself, and all must come to the same.
+            inputs["block"] = {"path": config.datasets[0].path, "digest": data.loader.digest}
+        check_same_inputs(inputs, world=world)
         yield data
 
 

@@ -122,8 +122,8 @@ class StopSignals:
             self._stop = number
 
     def _on_hangup(self, number: int, frame: FrameType | None) -> None:
-        leave_closed_terminal()
         self._on_stop(number, frame)
+        leave_closed_terminal()
 
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
         self._num_interrupts += 1
