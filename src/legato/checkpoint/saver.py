@@ -343,7 +343,7 @@ class Saver:
             return
         logger.warning(
             "step %d could not be saved: %s. Earlier checkpoints are untouched%s.",
-            job.step, error, "; it will be tried again" if will_retry else "",
+            job.step, str(error).rstrip("."), "; it will be tried again" if will_retry else "",
         )  # fmt: skip
         self._failed_at = time.monotonic()
         self._held = job if will_retry else None
