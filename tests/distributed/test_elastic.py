@@ -132,7 +132,9 @@ def test_a_killed_rank_that_nobody_restarts_ends_the_run_with_its_name(
         "error: rank 1 failed first: it was killed by SIGKILL"
     )
     assert output.splitlines()[-1] == f"Its log: {run.output_dir / 'logs' / 'rank_1.log'}"
-    assert "PeerLostError" in (run.output_dir / "logs" / "rank_0.log").read_text()
+    # Rank 0 has noticed by itself; the launcher may end it before its error's last line.
+    seen = (run.output_dir / "logs" / "rank_0.log").read_text()
+    assert "PeerLostError" in seen or "Connection closed by peer" in seen
     step = steps_in(run.output_dir)[-1]
     Launched(config, f"stop_after_step={step + 1}").succeed()
 
