@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from legato.data.vocabulary import unknown_token
 from legato.errors import DataError, ModelError
 from legato.models.adapter import file_dtype, is_adapter, load_adapter
 from legato.models.folder import find_model
@@ -251,13 +252,9 @@ def _prompt_tokens(model: Any, tokenizer: Any, prompt: Prompt) -> list[int]:
     else:
         text = _rendered(tokenizer, [dict(message) for message in prompt])
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    known = model.get_input_embeddings().weight.shape[0]
-    if max(ids, default=0) >= known:
-        raise ModelError(
-            f"the tokenizer makes the token {tokenizer.convert_ids_to_tokens(max(ids))!r} (id "
-            f"{max(ids)}), and the model has {known}, ids 0 to {known - 1}. Take the tokenizer "
-            "that belongs to the model."
-        )
+    problem = unknown_token(ids, tokenizer, model.get_input_embeddings().weight.shape[0])
+    if problem is not None:
+        raise ModelError(f"{problem}. Take the tokenizer that belongs to the model.")
     return ids
 
 

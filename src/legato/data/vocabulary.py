@@ -18,15 +18,26 @@ def refuse_unknown(
     for a family's text model.
 
     Args:
-        ids: Tokens of a row; at least one.
+        ids: Tokens of a row.
         tokenizer: Who made them.
         vocab_size: Rows of the model's embedding; None: nobody knows.
     """
-    if vocab_size is None or max(ids) < vocab_size:
-        return
-    token = tokenizer.convert_ids_to_tokens(max(ids))
-    raise TemplateProblem(
-        f"the tokenizer makes the token {token!r} (id {max(ids)}), and the model has {vocab_size}, "
-        f"ids 0 to {vocab_size - 1}. Take the tokenizer that belongs to the model, or enlarge the "
-        "model's embedding first (transformers: resize_token_embeddings)"
+    problem = unknown_token(ids, tokenizer, vocab_size)
+    if problem is not None:
+        raise TemplateProblem(
+            f"{problem}. Take the tokenizer that belongs to the model, or enlarge the model's "
+            "embedding first (transformers: resize_token_embeddings)"
+        )
+
+
+def unknown_token(
+    ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, vocab_size: int | None
+) -> str | None:
+    """What is wrong with the highest of ``ids``; None: the model has a row for each."""
+    highest = max(ids, default=0)
+    if vocab_size is None or highest < vocab_size:
+        return None
+    return (
+        f"the tokenizer makes the token {tokenizer.convert_ids_to_tokens(highest)!r} (id "
+        f"{highest}), and the model has {vocab_size}, ids 0 to {vocab_size - 1}"
     )
