@@ -151,8 +151,10 @@ def _read_json(file: Path, name: str) -> Iterator[Row | BadRow]:
         data = b"".join(_lines(stream, file))
     try:
         text = _decode(data)
-    except ValueError as error:
-        raise DataError(f"{file}: {error}", path=str(file)) from None
+    except ValueError:
+        lines = enumerate(map(_undecodable, data.split(b"\n")), start=1)
+        number, problem = next((number, problem) for number, problem in lines if problem)
+        raise DataError(f"{file}:{number}: {problem}", path=str(file), row=number) from None
     if not text.strip():
         return
     try:
@@ -187,55 +189,73 @@ def _read_json(file: Path, name: str) -> Iterator[Row | BadRow]:
 
 # What Python makes of bytes that aren't UTF-8, so that the line they stand in can be named.
 _NO_UTF8 = re.compile("[\udc80-\udcff]")
+# What csv says of a quote that nothing closes.
+_NO_END = "unexpected end of data"
 
 
 def _read_csv(file: Path, name: str) -> Iterator[Row | BadRow]:
     csv.field_size_limit(2**31 - 1)  # Python's default of 128 KiB is shorter than a long document
     delimiter = "\t" if kind_of(file) == ".tsv" else ","
+    problems: dict[int, str] = {}
     with _open(file) as stream:
-        reader = csv.DictReader(_text_lines(stream, file), delimiter=delimiter, strict=True)
-        try:
-            while True:
-                line = reader.line_num + 1 if reader.line_num else 2
-                row = next(reader, None)
-                if row is None:
-                    return
-                sample_id, where = f"{name}:{line}", f"{file}:{line}"
-                if None in row or None in row.values():
-                    found = sum(value is not None for key, value in row.items() if key is not None)
-                    found += len(row.get(None, []))
-                    expected = len(reader.fieldnames or [])
-                    reason = f"has {found} fields; the first line names {expected}"
-                    yield BadRow(sample_id, where, reason)
-                else:
-                    yield Row(sample_id, where, row)
-        except csv.Error as error:
-            raise DataError(
-                f"{file}:{reader.line_num}: isn't valid CSV: {error}", path=str(file)
-            ) from None
+        lines = _text_lines(stream, file, problems)
+        reader = csv.reader(lines, delimiter=delimiter, strict=True)
+        header: list[str] | None = None
+        while True:
+            line = reader.line_num + 1
+            sample_id, where = f"{name}:{line}", f"{file}:{line}"
+            try:
+                fields = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                # What an open quote swallows, up to the file's end, is more than a row.
+                if header is None or _NO_END in str(error):
+                    raise DataError(f"{where}: isn't valid CSV: {error}", path=where) from None
+                problems.clear()
+                yield BadRow(sample_id, where, f"isn't valid CSV: {error}")
+                continue
+            if not fields:
+                continue
+            if problems:
+                at, problem = problems.popitem()
+                if header is None:
+                    raise DataError(f"{file}:{at}: {problem}", path=str(file), row=at)
+                problems.clear()
+                yield BadRow(sample_id, f"{file}:{at}", problem)
+            elif header is None:
+                header = fields
+            elif len(fields) != len(header):
+                reason = f"has {len(fields)} fields; the first line names {len(header)}"
+                yield BadRow(sample_id, where, reason)
+            else:
+                yield Row(sample_id, where, dict(zip(header, fields, strict=True)))
 
 
-def _text_lines(stream: IO[bytes], file: Path) -> Iterator[str]:
-    """Lines with their ends, whichever they are: they may stand inside of quotes."""
+def _text_lines(stream: IO[bytes], file: Path, problems: dict[int, str]) -> Iterator[str]:
+    """Lines with their ends, whichever they are: they may stand inside of quotes.
+
+    What is wrong with a line that isn't UTF-8 is noted under its number.
+    """
     with io.TextIOWrapper(
         stream, encoding="utf-8-sig", errors="surrogateescape", newline=""
     ) as text:
         try:
             for number, line in enumerate(text, start=1):
                 if not line.isascii() and _NO_UTF8.search(line):
-                    problem = _undecodable(line.encode(errors="surrogateescape"))
-                    raise DataError(f"{file}:{number}: {problem}", path=str(file), row=number)
+                    problems[number] = _undecodable(line.encode(errors="surrogateescape"))
                 yield line
         except (OSError, EOFError) as error:
             raise DataError(f"{file}: can't be read to its end: {error}", path=str(file)) from error
 
 
 def _undecodable(data: bytes) -> str:
-    """What is wrong with bytes that aren't UTF-8."""
+    """What is wrong with bytes that aren't UTF-8; empty if they are."""
     try:
-        return _decode(data)
+        _decode(data)
     except ValueError as error:
         return str(error)
+    return ""
 
 
 def _read_arrow(file: Path, name: str, past: Skip) -> Iterator[Row | BadRow]:

@@ -92,13 +92,18 @@ def test_parquet_and_both_forms_of_arrow(tmp_path: Path) -> None:
         assert ids(tmp_path / name) == [f"{name}:1", f"{name}:2"]
 
 
-def test_compressed_files(tmp_path: Path) -> None:
-    plain = write_jsonl(tmp_path / "a.jsonl").read_bytes()
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(plain))
-    packed = pa.Codec("zstd").compress(plain, asbytes=True)
-    (tmp_path / "c.jsonl.zst").write_bytes(packed)
-    assert columns(tmp_path / "b.jsonl.gz") == ROWS
-    assert columns(tmp_path / "c.jsonl.zst") == ROWS
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "tsv"])
+def test_compressed_files(kind: str, tmp_path: Path) -> None:
+    between = "\t" if kind == "tsv" else ","
+    text = {"jsonl": '{"q": "a", "n": "1"}\n', "json": '[{"q": "a", "n": "1"}]'}
+    plain = text.get(kind, f"q{between}n\na{between}1\n").encode()
+    (tmp_path / f"b.{kind}.gz").write_bytes(gzip.compress(plain))
+    (tmp_path / f"c.{kind}.zst").write_bytes(pa.Codec("zstd").compress(plain, asbytes=True))
+    assert columns(tmp_path / f"b.{kind}.gz") == [{"q": "a", "n": "1"}]
+    assert columns(tmp_path / f"c.{kind}.zst") == [{"q": "a", "n": "1"}]
+    (tmp_path / f"d.{kind}.gz").write_bytes(gzip.compress(plain)[:-9])
+    with pytest.raises(DataError, match=rf"d\.{kind}\.gz: can't be read to its end"):
+        columns(tmp_path / f"d.{kind}.gz")
 
 
 def test_a_glob_and_a_folder_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
@@ -157,13 +162,18 @@ def test_a_row_of_very_many_levels_is_named_and_the_next_one_is_read(tmp_path: P
     assert ids(path) == [f"a.jsonl:{line}" for line in (1, 2, 3, 4, 5)]
 
 
-def test_a_csv_row_of_another_length_is_named(tmp_path: Path) -> None:
+def test_a_csv_row_that_cannot_be_used_is_named_and_the_next_one_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
-    path.write_text("q,a\n1,2\n1,2,3\n1\n")
+    path.write_bytes(b'q,a\n1,2\n1,2,3\n1\n\n"x\ny" z,1\n"x\n\xe9",3\n4,"5"\n')
     assert bad(path) == [
         (f"{path}:3", "has 3 fields; the first line names 2"),
         (f"{path}:4", "has 1 fields; the first line names 2"),
+        (f"{path}:6", "isn't valid CSV: ',' expected after '\"'"),
+        (f"{path}:9", "isn't UTF-8: byte 0xE9 at position 1. Save the file as UTF-8."),
     ]
+    assert ids(path) == [f"a.csv:{line}" for line in (2, 3, 4, 6, 8, 10)]
+    good = [row.columns for row in read_rows(str(path)) if isinstance(row, Row)]
+    assert good == [{"q": "1", "a": "2"}, {"q": "4", "a": "5"}]
 
 
 @pytest.mark.parametrize(
@@ -173,10 +183,11 @@ def test_a_csv_row_of_another_length_is_named(tmp_path: Path) -> None:
         ("a.json", b'{"a": [], "b": []}', r"one object with a, b; expected a list of rows"),
         ("a.json", b"[" * 100_000, r"a\.json: holds lists and objects in more than 100"),
         ("a.json", b"3", r"is of type int; expected a list of rows"),
-        ("a.json", '[{"text": "é"}]'.encode("latin-1"), r"isn't UTF-8: byte 0xE9"),
+        ("a.json", '[{"text":\n"é"}]'.encode("latin-1"), r"a\.json:2: isn't UTF-8: .* position 2"),
         ("a.json", '[{"text": "e"}]'.encode("utf-16"), r"is UTF-16, not UTF-8"),
-        ("a.csv", "q,a\né,b".encode("latin-1"), r"a\.csv:2: isn't UTF-8: byte 0xE9 at position 1"),
-        ("a.csv", b'q,a\n"x,1\n', r"a\.csv:\d: isn't valid CSV: unexpected end of data"),
+        ("a.csv", "q,é\na,b".encode("latin-1"), r"a\.csv:1: isn't UTF-8: byte 0xE9 at position 3"),
+        ("a.csv", "q,a\n".encode("utf-16"), r"a\.csv:1: is UTF-16, not UTF-8"),
+        ("a.csv", b'q,a\n1,2\n"x,1\n3,4\n', r"a\.csv:3: isn't valid CSV: unexpected end of data"),
         ("a.parquet", b"PAR1 no", r"a\.parquet: can't be read as \.parquet"),
         ("a.arrow", b"no", r"a\.arrow: can't be read as \.arrow"),
         ("a.jsonl.gz", b"no", r"a\.jsonl\.gz: can't be read to its end: Not a gzipped file"),
