@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from xxhash import xxh3_128
 
 from legato.data.build import build_data
 from legato.data.chat import ChatFormatter
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 OFF = "off"
 _ARRAYS = ("tokens", "trained", "lengths", "id_bytes", "id_lengths", "rows", "datasets")
+_FACTS, _DIGESTS = "facts.json", "digests.json"
+_FILES = (*(f"{name}.npy" for name in _ARRAYS), _FACTS)
 _HASHED_AT_ONCE = 1 << 20
 
 
@@ -165,10 +168,8 @@ def store_rows(entry: Path, data: TokenizedData) -> None:
             with (made / f"{name}.npy").open("wb") as file:
                 np.save(file, values, allow_pickle=False)
                 _sync(file.fileno())
-        with (made / "facts.json").open("w", encoding="utf-8") as text:
-            json.dump(facts, text)
-            text.flush()
-            _sync(text.fileno())
+        _write_json(made / _FACTS, facts)
+        _write_json(made / _DIGESTS, {name: _file_digest(made / name) for name in _FILES})
         try:
             made.rename(entry)
         except OSError:
@@ -178,13 +179,29 @@ def store_rows(entry: Path, data: TokenizedData) -> None:
         shutil.rmtree(made, ignore_errors=True)
 
 
+def _write_json(file: Path, value: object) -> None:
+    with file.open("w", encoding="utf-8") as text:
+        json.dump(value, text)
+        text.flush()
+        _sync(text.fileno())
+
+
+def _file_digest(file: Path) -> str:
+    """Not the one that names entries: a changed bit is to be found, and at the disk's speed."""
+    digest = xxh3_128()
+    with file.open("rb") as stream:
+        while chunk := stream.read(_HASHED_AT_ONCE):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
 def _sync(descriptor: int) -> None:
     # Before the rename: after a power cut an entry is whole or absent.
     os.fsync(descriptor)
 
 
 def load_rows(entry: Path) -> TokenizedData | None:
-    """Read an entry; its tokens stay on disk until they are looked at.
+    """Read an entry. Its bytes are what was written; its tokens stay on disk until looked at.
 
     Args:
         entry: A folder that :func:`store_rows` wrote, or that isn't there.
@@ -195,7 +212,11 @@ def load_rows(entry: Path) -> TokenizedData | None:
     if not entry.is_dir():
         return None
     try:
-        facts = json.loads((entry / "facts.json").read_text("utf-8"))
+        digests = json.loads((entry / _DIGESTS).read_text("utf-8"))
+        for name in _FILES:
+            if _file_digest(entry / name) != digests[name]:
+                raise ValueError(f"{name} isn't what was written")
+        facts = json.loads((entry / _FACTS).read_text("utf-8"))
         arrays = {
             name: np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False)
             for name in _ARRAYS

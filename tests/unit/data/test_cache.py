@@ -91,7 +91,7 @@ def test_a_changed_file_is_tokenized_anew(tmp_path: Path, rows: Path) -> None:
     assert "Bonn" in tiny.build_tokenizer().decode(changed[0].input_ids.tolist())
 
 
-@pytest.mark.parametrize("damage", ["cut", "absent", "json", "mixed"])
+@pytest.mark.parametrize("damage", ["cut", "absent", "json", "mixed", "digests"])
 def test_a_damaged_entry_is_made_anew(
     tmp_path: Path, rows: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -105,11 +105,31 @@ def test_a_damaged_entry_is_made_anew(
             tokens.unlink()
         case "json":
             (entry / "facts.json").write_text("{")
+        case "digests":
+            (entry / "digests.json").write_text("{}")
         case "mixed":
             np.save(tokens, np.zeros(3, dtype=np.int32))
     assert note_of(build(rows, tmp_path / "cache")) == "made, and kept in"
     assert "damaged" in caplog.text
     assert note_of(build(rows, tmp_path / "cache")) == "read from"
+
+
+def test_a_flipped_bit_in_any_file_is_never_trained_on(
+    tmp_path: Path, rows: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = build(rows, tmp_path / "cache")
+    (entry,) = (tmp_path / "cache").iterdir()
+    files = sorted(entry.iterdir())
+    assert len(files) == 9
+    for file in files:
+        content = bytearray(file.read_bytes())
+        content[-3] ^= 1  # of a list in JSON, or in an array's last value
+        file.write_bytes(content)
+        after = build(rows, tmp_path / "cache")
+        assert note_of(after) == "made, and kept in", file.name
+        np.testing.assert_array_equal(after.tokens, before.tokens)
+    assert caplog.text.count("damaged") == 9
+    assert caplog.text.count("isn't what was written") >= 7
 
 
 def test_nothing_in_an_entry_needs_pickle(tmp_path: Path, rows: Path) -> None:
