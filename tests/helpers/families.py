@@ -70,9 +70,11 @@ MIXTURES: dict[str, dict[str, Any]] = {
 }
 
 
-def build_family(family: str, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def build_family(
+    family: str, *, dtype: torch.dtype = torch.float32, **config_changes: Any
+) -> PreTrainedModel:
     """A random model whose logits are large enough for soft-capping and scaling to show."""
-    changes = (DENSE | RENAMED | MIXTURES)[family]
+    changes = (DENSE | RENAMED | MIXTURES)[family] | config_changes
     config = AutoConfig.for_model(family, **(_SMALL | changes))
     with torch.random.fork_rng():
         torch.manual_seed(1)

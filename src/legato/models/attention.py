@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -272,7 +272,7 @@ _OURS = {"flex_attention": "flex", "flash_attention_2": "flash", VARLEN: "varlen
 
 
 def _try(causal: Any, decode: Callable[..., Tensor], implementation: str) -> str | None:
-    """Switch to an attention and probe it; returns why it can't be used."""
+    """Switch to an attention and hold it against the model's own; returns why it can't be used."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     before = causal.config._attn_implementation
@@ -282,8 +282,9 @@ def _try(causal: Any, decode: Callable[..., Tensor], implementation: str) -> str
         if not causal._can_set_attn_implementation():
             return "the family has an attention of its own"
     try:
+        apart = states_apart(causal, decode)  # as the family itself attends
         causal.set_attn_implementation(implementation)
-        difference, tolerance = packing_difference(causal, decode)
+        difference, tolerance = packing_difference(causal, decode, apart=apart)
     except (NotImplementedError, RuntimeError, ValueError, TypeError, ImportError) as error:
         reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     else:
@@ -291,36 +292,65 @@ def _try(causal: Any, decode: Callable[..., Tensor], implementation: str) -> str
             return None
         reason = (
             f"hidden states of two short documents differ by {difference:.2g} between one row and "
-            f"two (at most {tolerance:.0e} expected), so that documents see each other"
+            f"two (at most {tolerance:.0e} expected): documents see each other, or not all that "
+            "the model's own attention shows them"
         )
     causal.set_attn_implementation(before)
     return reason
 
 
-@torch.no_grad()
-def packing_difference(causal: Any, decode: Callable[..., Tensor]) -> tuple[float, float]:
+def packing_difference(
+    causal: Any, decode: Callable[..., Tensor], *, apart: Tensor
+) -> tuple[float, float]:
     """How far two documents' hidden states in one row are from those in rows of their own.
+
+    Args:
+        causal: The model.
+        decode: Its decoder.
+        apart: What :func:`states_apart` gave.
+
+    Returns:
+        The relative distance, and the most that rounding explains.
+    """
+    packed = _states(causal, decode, [_probe(causal)], [torch.cat(_probe_positions(), dim=1)])
+    difference = ((packed - apart).double().norm() / apart.double().norm()).item()
+    return difference, _TOLERANCE[apart.dtype]
+
+
+def states_apart(causal: Any, decode: Callable[..., Tensor]) -> Tensor:
+    """Hidden states of two short documents in rows of their own, ``[1, T, D]``.
 
     Args:
         causal: The model.
         decode: Its decoder.
 
     Returns:
-        The relative distance, and the most that rounding explains.
+        Those of one document behind those of the other, by the attention that the model has now.
     """
-    embedding = causal.get_input_embeddings().weight
-    length = sum(_PROBED_LENGTHS)
-    input_ids = (torch.arange(1, length + 1) * 7 % embedding.shape[0])[None]
-    documents = input_ids.split(_PROBED_LENGTHS, dim=1)
-    positions = [torch.arange(n)[None] for n in _PROBED_LENGTHS]
-    device = causal.device
+    documents = torch.split(_probe(causal), list(_PROBED_LENGTHS), dim=1)
+    return _states(causal, decode, documents, _probe_positions())
+
+
+def _probe(causal: Any) -> Tensor:
+    num_rows = causal.get_input_embeddings().weight.shape[0]
+    return (torch.arange(1, sum(_PROBED_LENGTHS) + 1) * 7 % num_rows)[None]
+
+
+def _probe_positions() -> list[Tensor]:
+    return [torch.arange(length)[None] for length in _PROBED_LENGTHS]
+
+
+@torch.no_grad()
+def _states(
+    causal: Any,
+    decode: Callable[..., Tensor],
+    rows: Sequence[Tensor],
+    position_ids: Sequence[Tensor],
+) -> Tensor:
     was_training = causal.training
     causal.eval()  # dropout would make any two calls differ
     try:
-        packed = decode(input_ids.to(device), torch.cat(positions, dim=1)).double()
-        apart = [decode(ids.to(device), at) for ids, at in zip(documents, positions, strict=True)]
+        pairs = zip(rows, position_ids, strict=True)
+        return torch.cat([decode(ids.to(causal.device), at) for ids, at in pairs], dim=1)
     finally:
         causal.train(was_training)
-    expected = torch.cat(apart, dim=1).double()
-    difference = ((packed - expected).norm() / expected.norm()).item()
-    return difference, _TOLERANCE[apart[0].dtype]

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
-from legato.data.loader import Loader
+from legato.data.loader import Batch, Loader
 from legato.data.packing import pack_samples
 from legato.errors import UnsupportedModelError
 from legato.models.attention import (
@@ -16,6 +19,7 @@ from legato.models.attention import (
     document_bounds,
     packing_difference,
     settle_packing,
+    states_apart,
     varlen_attention,
 )
 from legato.models.compile import compile_in_place
@@ -69,8 +73,43 @@ def test_packed_documents_are_apart_in_every_dense_family(family: str) -> None:
     used = settle_packing(model, decode, attention="auto", max_seq_len=64)
     # Gemma 2 caps its scores, which no fused kernel here does.
     assert used == ("eager" if family == "gemma2" else "varlen")
-    difference, tolerance = packing_difference(model, decode)
+    own = build_family(family)
+    apart = states_apart(own, split_head(own)[0])
+    difference, tolerance = packing_difference(model, decode, apart=apart)
     assert difference <= tolerance == 1e-4
+
+
+WINDOWED: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 4},
+    "gemma3_text": {
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+}
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.parametrize("attention", ["varlen", "sdpa"])
+def test_a_window_shorter_than_the_documents_holds_in_packed_rows(
+    family: str, attention: str
+) -> None:
+    rows = random_rows([9, 30, 4, 17, 25, 12, 3], vocab_size=96)
+    data = pack_samples(as_data(rows), max_seq_len=40, seed=0)
+    (packed,) = Loader(
+        data, global_batch_size=4, batch_size=4, seed=0, pad_id=0, length_buckets=[48]
+    ).micro_batches(1)
+
+    def loss(model: Any, batch: Batch) -> float:
+        decode, head = split_head(model)
+        positions = loss_positions(batch.trained)
+        cpu = torch.device("cpu")
+        return batch_loss(batch, positions, decode=decode, head=head, device=cpu).item()
+
+    wide, model = build_family(family), build_family(family, **WINDOWED[family])
+    expected = loss(model, as_batch(rows))
+    settle_packing(model, split_head(model)[0], attention=attention, max_seq_len=40)
+    assert loss(model, packed) == pytest.approx(expected, rel=1e-5)
+    assert abs(loss(wide, as_batch(rows)) - expected) > 1e-3 * expected  # the window matters
 
 
 @pytest.mark.parametrize("attention", ["auto", "varlen", "sdpa", "eager", "compiled"])
@@ -136,6 +175,22 @@ def test_a_model_whose_documents_see_each_other_is_refused() -> None:
     assert "sdpa: hidden states of two short documents differ by" in text
     assert caught.value.attention == "auto"  # type: ignore[attr-defined]
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_an_attention_that_differs_from_the_models_own_is_refused() -> None:
+    """Documents are apart in it, but what is trained would be another model."""
+
+    def doubled(*args: Any, **options: Any) -> tuple[Tensor, None]:
+        return 2 * sdpa_attention_forward(*args, **options)[0], None
+
+    AttentionInterface.register("doubled", doubled)
+    AttentionMaskInterface.register("doubled", sdpa_mask)
+    model = build_family("llama")
+    model.set_attn_implementation("doubled")
+    decode, _ = split_head(model)
+    with pytest.raises(UnsupportedModelError, match="varlen: hidden states of two short documents"):
+        settle_packing(model, decode, attention="varlen", max_seq_len=64)
+    assert settle_packing(model, decode, attention="auto", max_seq_len=64) == "doubled"
 
 
 def test_a_cache_that_stays_on_is_found_by_the_probe() -> None:
