@@ -7,6 +7,7 @@ imports them all, and they import nothing heavy at module level.
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -66,11 +67,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     ``--debug`` is taken out wherever it stands: people add it at the end of what they just typed.
     """
+    _write_any_character()
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
     verb = next((word for word in words if not word.startswith("-")), None)
     return run_app(lambda: build_app(verb), words, debug=debug)
+
+
+def _write_any_character() -> None:
+    """Data and answers hold what a terminal's encoding may lack: it is shown escaped."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # standard error does so by itself
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _print_version(asked: bool) -> None:

@@ -11,8 +11,9 @@ import typer
 
 
 def show_json(value: Any) -> None:
-    """Print ``value`` as JSON."""
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    """Print ``value`` as JSON, in characters that standard output has."""
+    is_utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=not is_utf8))
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -98,6 +99,25 @@ def test_a_key_that_the_rows_have_no_use_for_is_refused_once_they_are_read(
     found = capsys.readouterr().err
     assert "turns_to_train: segments and plain text have no turns" in found
     assert "and the rows are text. Leave it out" in found
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"), [([], "[[caf\xe9 \\u65e5<|im_end|>]]"), (["--json"], "")]
+)
+def test_characters_that_standard_output_lacks_are_shown_escaped(
+    config: Path, words: list[str], shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"prompt": "Hi", "completion": "caf\xe9 \u65e5"}
+    config.with_name("rows.jsonl").write_text(json.dumps(row))
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr("sys.stdout", stdout)
+    assert main(["data", "show", str(config), *words]) == 0
+    stdout.seek(0)
+    text = stdout.read()
+    assert shown in text
+    if words:
+        [sample] = json.loads(text)["samples"]
+        assert sample["segments"][1]["text"] == "caf\xe9 \u65e5<|im_end|>"
 
 
 def test_overrides_apply_and_nothing_is_written(
