@@ -155,6 +155,25 @@ class NonFiniteError(LegatoError, ArithmeticError):
 class MissingDependencyError(LegatoError, ImportError):
     """An optional package is needed and isn't installed; the message holds the install command."""
 
+    @classmethod
+    def of_torchao(cls, key: str, error: ImportError) -> MissingDependencyError:
+        """What a missing or too old torchao means to the config.
+
+        Args:
+            key: The config's key and value that need it.
+            error: What importing it raised.
+
+        Returns:
+            The error, with the version that is there.
+        """
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            found = f"torchao {version('torchao')} doesn't have it ({error})"
+        except PackageNotFoundError:
+            found = "torchao isn't installed"
+        return cls(f'{key} needs torchao 0.18 or newer; {found}: pip install "legato[quant]"')
+
 
 class StopRequested(BaseException):
     """A signal asked the run to stop; raised after the checkpoint is on disk.

@@ -18,7 +18,8 @@ from legato.errors import ConfigError, LegatoError, StopRequested
 INTERRUPTED = 130
 LESS_MEMORY = (
     "A run takes less with a smaller batch_size (more gradient_accumulation_steps keep its updates "
-    "as they are), a smaller max_seq_len or enable_activation_checkpointing=true: docs/memory.md."
+    "as they are), a smaller max_seq_len, enable_activation_checkpointing=true or, in the LoRA "
+    "recipes, quantize_base=nf4: docs/memory.md."
 )
 
 

@@ -66,7 +66,8 @@ def find_base(folder: Path) -> ModelFolder:
 
     Raises:
         ModelNotFoundError: The base isn't there; ``.path``, ``.base``.
-        ModelError: The adapter doesn't name a base, or another one lies in its place; ``.path``.
+        ModelError: The adapter doesn't name a base; or the one there isn't the one that it was
+            trained on: ``.base``, ``.trained_on``. ``.path`` is the adapter's in both.
     """
     config = _read_object(folder / ADAPTER_CONFIG)
     name, revision = config.get("base_model_name_or_path"), config.get("revision")
@@ -84,13 +85,16 @@ def find_base(folder: Path) -> ModelFolder:
             path=str(folder),
             base=name,
         ) from error
-    expected = _read_note(folder).get("digest")
+    note = _read_note(folder)
+    expected, trained_on = note.get("digest"), note.get("base", name)
     if expected is not None and expected != (found := weights_digest(weight_files(base.path))):
         raise ModelError(
-            f"{folder}: was trained on another base than the one that is at {base.path} now "
-            f"(weights {expected}, found {found}).",
+            f"{folder}: was trained on another base than the one that is at {base.name} now: on "
+            f"{trained_on} with weights {expected}, found {found}. Put that base back, or train "
+            "an adapter for this one.",
             path=str(folder),
-            base=str(base.path),
+            base=base.name,
+            trained_on=trained_on,
         )
     return base
 

@@ -198,11 +198,15 @@ class CompileClock:
         self._seconds += time.perf_counter() - self._began
 
 
-def check_compiler(device: torch.device) -> None:
+def check_compiler(
+    device: torch.device, *, key: str = "compile", instead: str = "set compile: false"
+) -> None:
     """Refuse to compile where no C or C++ compiler is: torch would say so in the first step.
 
     Args:
         device: Where the model computes.
+        key: The config's key that asks for compiling, for the message.
+        instead: How the config does without, for the message.
 
     Raises:
         CompileError: There is none.
@@ -220,9 +224,9 @@ def check_compiler(device: torch.device) -> None:
     if not any(shutil.which(name) for name in ((given,) if given else usual)):
         looked_for = f"{variable}={given}" if given else " and ".join(usual)
         raise CompileError(
-            f"compile: torch.compile needs a {language} compiler, and there is none (looked for "
+            f"{key}: torch.compile needs a {language} compiler, and there is none (looked for "
             f"{looked_for}). Install one (Debian, Ubuntu: apt-get install g++), name it in the "
-            f"environment variable {variable}, or set compile: false.",
+            f"environment variable {variable}, or {instead}.",
             guard=None,
         )
 

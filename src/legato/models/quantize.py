@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -20,8 +19,6 @@ from legato.models.meta import MetaModel
 from legato.models.quiet import silence_known_noise
 
 logger = logging.getLogger(__name__)
-
-INSTALL = 'pip install "legato[quant]"'
 
 # QLoRA's own sizes: one scale for 64 weights, and one scale of scales for 256 of them.
 _BLOCK_SIZE, _SCALER_BLOCK_SIZE = 64, 256
@@ -208,13 +205,7 @@ def import_nf4() -> tuple[Any, Any]:
     try:
         from torchao.quantization import NF4Tensor, to_nf4
     except ImportError as error:
-        try:
-            found = f"torchao {version('torchao')} doesn't have it ({error})"
-        except PackageNotFoundError:
-            found = "torchao isn't installed"
-        raise MissingDependencyError(
-            f"quantize_base: nf4 needs torchao 0.18 or newer; {found}: {INSTALL}"
-        ) from error
+        raise MissingDependencyError.of_torchao("quantize_base: nf4", error) from error
     return NF4Tensor, to_nf4
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from legato.errors import ConfigError
 from legato.optim.stochastic import StochasticAdamW
+
+if TYPE_CHECKING:
+    from legato.optim.eight_bit import PackedAdamW
 
 # What torch's fused Adam kernels run on; elsewhere torch chooses by itself.
 _FUSED_DEVICES = frozenset({"cpu", "cuda", "mps"})
@@ -47,17 +51,14 @@ def build_optimizer(
     Raises:
         ConfigError: There is nothing to train, no optimizer of that name, or none of that name with
             stochastic rounding.
-        MissingDependencyError: ``adamw_8bit`` without torchao.
+        MissingDependencyError: ``adamw_8bit`` without torchao, or with one that is too old.
     """
     parameters = list(named_parameters.values())
     if not parameters:
         raise ConfigError("optimizer: the model has no trainable parameter")
     groups = _decay_groups(parameters, weight_decay=weight_decay)
     if name == "adamw_8bit":
-        # Imported here: torchao takes a second, and it may be absent.
-        from legato.optim.eight_bit import PackedAdamW
-
-        return PackedAdamW(
+        return import_packed_adamw()(
             groups, lr=lr, betas=betas, eps=eps, bf16_stochastic_round=stochastic_rounding
         )
     if stochastic_rounding:
@@ -78,6 +79,20 @@ def build_optimizer(
     if name == "sgd":
         return torch.optim.SGD(groups, lr=lr)
     raise ConfigError(f"optimizer.name: expected adamw, adamw_8bit, adam or sgd, found {name!r}")
+
+
+def import_packed_adamw() -> type[PackedAdamW]:
+    """The class of ``adamw_8bit``, not imported before: torchao takes a second, and may be absent.
+
+    Returns:
+        The class.
+
+    Raises:
+        MissingDependencyError: torchao is absent or too old; the message holds the command.
+    """
+    from legato.optim.eight_bit import PackedAdamW
+
+    return PackedAdamW
 
 
 def _decay_groups(

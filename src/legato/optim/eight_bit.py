@@ -10,9 +10,7 @@ from legato.errors import MissingDependencyError
 try:
     from torchao.optim import AdamW8bit
 except ImportError as error:
-    raise MissingDependencyError(
-        "optimizer.name: adamw_8bit needs the package torchao: pip install 'torchao>=0.14'"
-    ) from error
+    raise MissingDependencyError.of_torchao("optimizer.name: adamw_8bit", error) from error
 
 
 class PackedAdamW(AdamW8bit):

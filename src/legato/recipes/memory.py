@@ -165,8 +165,9 @@ def check_memory(needs: MemoryNeeds, free: Memory, *, cpu_offload: bool = False)
         raise ConfigError(
             f"memory: training keeps {human_bytes(needs.training)} ({needs}) beside its "
             f"activations, and {human_bytes(available)} of {where} memory are free. Train LoRA "
-            "instead of all weights, choose a smaller model, or see optimizer: {name: adamw_8bit}, "
-            "optimizer_in_backward, master_weights: none and the _distributed recipes."
+            "instead of all weights, its base with quantize_base: nf4, choose a smaller model, or "
+            "see optimizer: {name: adamw_8bit}, optimizer_in_backward, master_weights: none and "
+            "the _distributed recipes."
         )
     left = free.host - (needs.training if in_host else 0)
     if needs.staging > left:

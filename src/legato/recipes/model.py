@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from legato.config.schema import RunConfig
+from legato.errors import ConfigError
 from legato.models.attention import settle_packing
 from legato.models.compile import check_compiler
 from legato.models.head import check_halves
@@ -18,9 +19,10 @@ from legato.models.load import load_meta_model, load_model, split_head
 from legato.models.lora import fill_from_base
 from legato.models.meta import MetaModel
 from legato.models.names import named_weights
-from legato.models.quantize import QuantizedBase, Quantizer, quantize_model
+from legato.models.quantize import QuantizedBase, Quantizer, import_nf4, quantize_model
 from legato.models.shard import Sharding, free_gathered, gradient_sync, sharded_decode
 from legato.models.wrap import offload_activations, wrap_model
+from legato.optim.build import import_packed_adamw
 from legato.parallel.mesh import build_mesh
 from legato.parallel.world import World
 from legato.recipes.methods import METHODS, Trained
@@ -31,6 +33,9 @@ from legato.train.masters import Masters
 logger = logging.getLogger(__name__)
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+# Of the first NVIDIA GPUs that compute in it: Ampere.
+_BF16_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True)
@@ -76,13 +81,52 @@ def build_model(config: RunConfig, *, world: World) -> LoadedModel:
         The model.
 
     Raises:
-        LegatoError: A model that can't be used, or a mesh that doesn't fit the world; nothing there
-            to compile with.
+        LegatoError: A model that can't be used, a mesh that doesn't fit the world, or something
+            that this machine lacks; see :func:`check_machine`.
     """
-    if config.compile:
-        world.on_every_rank(lambda: check_compiler(world.device))
+    world.on_every_rank(lambda: check_machine(config, device=world.device))
     sharding = plan_sharding(config, world)
     return _whole(config, world) if sharding is None else _sharded(config, world, sharding)
+
+
+def check_machine(config: RunConfig, *, device: torch.device) -> None:
+    """Refuse what the config needs and this machine lacks, before a weight is read.
+
+    Args:
+        config: The run.
+        device: Where this process computes.
+
+    Raises:
+        ConfigError: The device doesn't compute in the config's dtype.
+        MissingDependencyError: torchao is needed, and is absent or too old.
+        CompileError: Something is to be compiled, and there is no compiler.
+    """
+    _check_dtype(config.dtype, device)
+    if config.quantize_base != "none":
+        import_nf4()
+    if config.compile:
+        check_compiler(device)
+    if config.optimizer.name == "adamw_8bit":
+        import_packed_adamw()
+        if device.type == "cuda":  # elsewhere its step isn't compiled
+            key, instead = "optimizer.name: adamw_8bit", "use adamw"
+            check_compiler(device, key=key, instead=instead)
+
+
+def _check_dtype(dtype: str, device: torch.device) -> None:
+    """Refuse bf16 where it would be emulated, many times slower than fp32, or fail in a kernel."""
+    if dtype != "bf16":
+        return
+    lacks = None
+    if device.type == "cuda" and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _BF16_CAPABILITY:
+            name = torch.cuda.get_device_name(device)
+            lacks = f"{name} (compute capability {'.'.join(map(str, capability))}, 8.0 is needed)"
+    elif device.type == "mps" and not torch.backends.mps.is_macos_or_newer(14, 0):
+        lacks = "mps before macOS 14"
+    if lacks is not None:
+        raise ConfigError(f"dtype: bf16 isn't supported by {lacks}. Set dtype: fp32.")
 
 
 def plan_sharding(config: RunConfig, world: World) -> Sharding | None:

@@ -147,8 +147,24 @@ def test_a_changed_base_is_refused(base: Path, tmp_path: Path) -> None:
     weights = load_file(base / "model.safetensors")
     weights = {name: value + 0.01 for name, value in weights.items()}
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match="was trained on another base"):
+    with pytest.raises(ModelError, match=f"was trained on another base .* now: on {base} with"):
         merge_adapter(adapter, output_dir=tmp_path / "merged")
+
+
+def test_an_adapter_sent_to_another_base_is_refused_with_both_names(
+    base: Path, tmp_path: Path
+) -> None:
+    adapter = write_adapter(base, tmp_path / "adapter")
+    other = tiny.write_model(tmp_path / "other", seed=1)
+    file = adapter / "adapter_config.json"
+    config = json.loads(file.read_text()) | {"base_model_name_or_path": str(other)}
+    file.write_text(json.dumps(config))
+    expected = f"{adapter}: was trained on another base .* is at {other} now: on {base} with"
+    with pytest.raises(ModelError, match=expected) as caught:
+        merge_adapter(adapter, output_dir=tmp_path / "merged")
+    assert caught.value.facts["trained_on"] == str(base)
+    assert caught.value.facts["base"] == str(other)
+    assert not (tmp_path / "merged").exists()
 
 
 @pytest.mark.parametrize("where", ["base", "adapter", "full"])

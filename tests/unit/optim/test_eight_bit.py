@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -148,8 +150,23 @@ def test_an_optimizer_that_cannot_make_its_packed_moments_anew_is_refused(tmp_pa
         checkpointer.save({"model": net, "optimizer": optimizer}, step=1)
 
 
-def test_without_torchao_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+def test_a_torchao_that_is_absent_or_too_old_is_named_with_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delitem(sys.modules, "legato.optim.eight_bit", raising=False)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'torchao>=0\.14'"):
+    monkeypatch.setitem(sys.modules, "torchao.optim", ModuleType("torchao.optim"))
+    there = importlib.metadata.version("torchao")
+    with pytest.raises(MissingDependencyError) as caught:
         build(build_net())
+    message = str(caught.value)
+    assert message.startswith("optimizer.name: adamw_8bit needs torchao 0.18 or newer; ")
+    assert f"torchao {there} doesn't have it (cannot import name 'AdamW8bit'" in message
+    assert message.endswith(': pip install "legato[quant]"')
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    monkeypatch.setattr(importlib.metadata.Distribution, "from_name", _not_installed)
+    with pytest.raises(MissingDependencyError, match=r"torchao isn't installed: pip install"):
+        build(build_net())
+
+
+def _not_installed(name: str) -> None:
+    raise importlib.metadata.PackageNotFoundError(name)
