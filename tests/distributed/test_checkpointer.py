@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from legato.checkpoint import Checkpointer, KeepLast, ModelPart, OptimizerPart, RngPart
 from legato.checkpoint import fetch as fetch_module
+from legato.checkpoint import preparation as preparation_module
 from legato.checkpoint import relay as relay_module
 from legato.checkpoint import saver as saver_module
-from legato.checkpoint import staging as staging_module
 from legato.checkpoint.inspection import find_damage
 from legato.errors import (
     CheckpointError,
@@ -355,7 +355,7 @@ def one_rank_cannot_begin(rank: int, folder: str) -> list[tuple[str, str, float]
                 found.append((type(error).__name__, str(error), time.monotonic() - began))
             checkpointer.poll()
         checkpointer.save(loop.state, step=4)
-    staging_module._available_bytes = lambda: 10 if rank == 1 else 1 << 40
+    preparation_module.free_host_bytes = lambda **_: 10 if rank == 1 else 1 << 40
     with Checkpointer(f"{folder}/out", process_group=dist.group.WORLD) as checkpointer:
         for step in (5, 6, 7):
             pending = checkpointer.save(loop.state, step=step)

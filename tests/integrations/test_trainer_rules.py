@@ -15,10 +15,11 @@ from transformers import (
     TrainerState,
 )
 
-from legato.checkpoint import EverySteps, KeepLast, NewBest, OnSignal
+from legato.checkpoint import EpochEnd, EverySteps, KeepLast, NewBest, OnSignal
+from legato.checkpoint.policy import SavePolicy
 from legato.errors import CheckpointError, ConfigError, ModelError
 from legato.integrations.trainer_parts import SchedulerPart
-from legato.integrations.trainer_rules import model_problems
+from legato.integrations.trainer_rules import model_problems, planned_saves
 from legato.integrations.transformers import LegatoCheckpoints
 from tests.helpers import tiny
 from tests.integrations.trainers import build_args, build_trainer
@@ -85,6 +86,31 @@ def test_several_gpus_in_one_process_are_refused(tmp_path: Path) -> None:
     args._n_gpu = 2
     with pytest.raises(ConfigError, match="torchrun"):
         LegatoCheckpoints(save=EverySteps(1)).on_init_end(args, TrainerState(), TrainerControl())
+
+
+@pytest.mark.parametrize(
+    ("save", "changes", "expected"),
+    [
+        (None, {"save_strategy": "steps"}, 14),  # 25, 30, ... 85, and the last one
+        (None, {"save_strategy": "epoch"}, 3),  # 54, 72, 90
+        (EverySteps(15), {}, 4),
+        (EverySteps(15) | EpochEnd(), {}, 6),
+        (NewBest(), {"eval_strategy": "steps"}, 10),
+        (NewBest(), {"eval_strategy": "epoch"}, 3),
+        (EverySteps(45) | NewBest(), {"eval_strategy": "no"}, 2),
+    ],
+)
+def test_saves_still_to_come_are_counted_for_every_kind_of_plan(
+    save: SavePolicy | None, changes: dict[str, Any], expected: int, tmp_path: Path
+) -> None:
+    state = TrainerState(
+        global_step=40 if save or changes["save_strategy"] == "epoch" else 20,
+        max_steps=90,
+        num_train_epochs=5,
+        save_steps=5,
+        eval_steps=5,
+    )
+    assert planned_saves(build_args(tmp_path, **changes), state, save=save) == expected
 
 
 def test_all_problems_are_said_at_once(tmp_path: Path) -> None:

@@ -285,13 +285,21 @@ class BackgroundThread:
     """
 
     def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], Committed], PendingSave] | None] = (
+            queue.SimpleQueue()
+        )
         self._thread = threading.Thread(target=self._run, name="legato-checkpoint", daemon=True)
         self._thread.start()
 
-    def submit(self, task: Callable[[], None]) -> None:
-        """Do ``task`` after what was submitted before; it handles its own errors."""
-        self._tasks.put(task)
+    def submit(self, task: Callable[[], Committed], *, pending: PendingSave) -> None:
+        """Do ``task`` after what was submitted before.
+
+        Args:
+            task: Its result, or whatever it raises, settles ``pending``: no rank waits for a
+                save that nobody works on.
+            pending: What the training thread waits for.
+        """
+        self._tasks.put((task, pending))
 
     def stop(self) -> None:
         """End the thread once everything submitted is done."""
@@ -299,7 +307,12 @@ class BackgroundThread:
         self._thread.join()
 
     def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            task()
-            # Whatever it holds (a snapshot, a committed step) mustn't live until the next task.
-            del task
+        while (submitted := self._tasks.get()) is not None:
+            task, pending = submitted
+            try:
+                outcome: Committed | BaseException = task()
+            except BaseException as error:  # whatever it is, the training thread has to hear of it
+                outcome = error
+            pending.settle(outcome)
+            # Whatever they hold (a snapshot, a committed step) mustn't live until the next task.
+            del submitted, task, pending, outcome

@@ -205,7 +205,7 @@ class Checkpointer:
             self._folder,
             each_bytes=each_bytes,
             planned_saves=planned_saves,
-            max_kept=self._rules.keep.max_kept,
+            max_kept=self._rules.max_kept,
         )
         free: int | None = self._control.on_main(check, fallback=CheckpointError)
         return free

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import xxhash
 
-from legato.checkpoint.manifest import FileEntry, Slice
+from legato.checkpoint.manifest import FileEntry, Slice, check_coverage
+from legato.errors import FolderFormatError
 from legato.storage import Storage
 
 _READ_BYTES = 64 * 1024**2
@@ -32,6 +33,10 @@ def wrong_header(storage: Storage, path: str, entry: FileEntry) -> str | None:
 
 def wrong_digest(storage: Storage, path: str, entry: FileEntry) -> str | None:
     """What is wrong with the bytes of a file, all of them read; None: nothing is."""
+    try:
+        check_coverage(path, entry)
+    except FolderFormatError as error:  # whoever wrote it: some bytes have no digest, or two
+        return str(error)
     if problem := wrong_header(storage, path, entry):
         return problem
     for part in entry.slices:

@@ -215,6 +215,20 @@ class Parts:
                     tensors += [value for _, value in state_tensors(state[parameter])]
         return tensors
 
+    def labels(self) -> tuple[object, ...]:
+        """What besides the tensors decides where they are written: kind, names, keys, parts."""
+        model, optimizer = self.model, self.optimizer
+        return (
+            model.kind,
+            model.file_dtype,
+            tuple(model.tensors),
+            tuple(model.masters),
+            None if model.keys is None else dict(model.keys),
+            dict(model.twins),
+            None if optimizer is None else tuple(optimizer.names),
+            self.rng is not None,
+        )
+
     def trainer_json(self) -> dict[str, Any]:
         """The JSON half of the state, as it is now."""
         content: dict[str, Any] = {"format": 1, "parts": {}}

@@ -19,6 +19,7 @@ from legato.checkpoint.parts import Parts
 from legato.checkpoint.plan import SavePlan, plan_save
 from legato.checkpoint.staging import LiveValues, Snapshot, Stager
 from legato.errors import PeerLostError
+from legato.parallel.host_memory import free_host_bytes
 from legato.parallel.peers import Peers
 
 logger = logging.getLogger(__name__)
@@ -33,11 +34,16 @@ class _Kept:
     plan: SavePlan
     stager: Stager | None
     signature: list[tuple[Tensor, torch.dtype, torch.Size]]
+    labels: tuple[object, ...]
 
-    def fits(self, tensors: list[Tensor]) -> bool:
-        return len(tensors) == len(self.signature) and all(
-            tensor is known and tensor.dtype is dtype and tensor.shape == shape
-            for tensor, (known, dtype, shape) in zip(tensors, self.signature, strict=True)
+    def fits(self, tensors: list[Tensor], labels: tuple[object, ...]) -> bool:
+        return (
+            labels == self.labels
+            and len(tensors) == len(self.signature)
+            and all(
+                tensor is known and tensor.dtype is dtype and tensor.shape == shape
+                for tensor, (known, dtype, shape) in zip(tensors, self.signature, strict=True)
+            )
         )
 
 
@@ -70,6 +76,9 @@ class Preparation:
         self._blocking = blocking
         self._check = check
         self._kept: _Kept | None = None
+        self._has_looked = False
+        # What this rank's copy may take, looked up while no rank had one; the first plan's alone.
+        self._share_bytes: int | None = None
 
     @property
     def makes_copies(self) -> bool:
@@ -78,8 +87,8 @@ class Preparation:
 
     def plan(self, parts: Parts) -> SavePlan:
         """The plan for ``parts``; made, with the buffers, unless there is one for these tensors."""
-        tensors = parts.live_tensors()
-        if self._kept is not None and self._kept.fits(tensors):
+        tensors, labels = parts.live_tensors(), parts.labels()
+        if self._kept is not None and self._kept.fits(tensors, labels):
             return self._kept.plan
         self.close()
         plan = plan_save(
@@ -91,7 +100,7 @@ class Preparation:
             max_file_bytes=self._max_file_bytes,
         )
         signature = [(tensor, tensor.dtype, tensor.shape) for tensor in tensors]
-        self._kept = _Kept(plan, self._build_stager(plan), signature)
+        self._kept = _Kept(plan, self._build_stager(plan), signature, labels)
         return plan
 
     def stage(self, parts: Parts) -> Snapshot:
@@ -117,6 +126,7 @@ class Preparation:
             PeerLostError: It failed on another rank; ``.rank``. A rank's own error is raised as
                 it is.
         """
+        self._look_for_memory()
         try:
             value, said = self._control.on_every_rank_saying(
                 begin, word=lambda _: float(self.makes_copies)
@@ -140,10 +150,25 @@ class Preparation:
             self._kept.stager.close()
         self._kept = None
 
+    def _look_for_memory(self) -> None:
+        """Collective, once: what each process of this host may take, before any of them does.
+
+        A rank that looked while its neighbours' copies are there would hold the rest for all.
+        """
+        if self._has_looked:
+            return
+        self._has_looked = True
+        self._control.all_true(True)  # all have what training itself keeps
+        self._share_bytes = free_host_bytes(num_sharing=self._local_ranks)
+        self._control.all_true(True)  # and nobody takes a copy until all have looked
+
     def _build_stager(self, plan: SavePlan) -> Stager | None:
         staged = {name: t for name, t in plan.sources.items() if not name.startswith("rng/")}
+        share, self._share_bytes = self._share_bytes, None
+        if share is None:  # planned anew: neighbours may have their copies, so this is cautious
+            share = free_host_bytes(num_sharing=self._local_ranks)
         try:
-            return Stager(staged, blocking=self._blocking, check=self._check)
+            return Stager(staged, blocking=self._blocking, check=self._check, available_bytes=share)
         except MemoryError as error:
             _warn_of_pauses(str(error))
             return None

@@ -40,6 +40,11 @@ class KeepRules:
             raise ValueError(f"prune is {self.how!r}; it must be 'delete' or 'move'")
 
     @property
+    def max_kept(self) -> int | None:
+        """How many steps take space at the same time; None: all. What is moved frees none."""
+        return None if self.how == "move" else self.keep.max_kept
+
+    @property
     def best_rule(self) -> KeepBest | None:
         """What the link ``best`` means; None: there is none."""
         return self.best or find_best_rule(self.keep)
@@ -149,8 +154,11 @@ class Keeper:
             self._forget_vanished()
             self._point()
             self._prune()
-        except OSError as error:
-            logger.warning("cleaning up after step %d failed: %s", committed.step, error)
+        except Exception as error:  # the step is committed all the same, as other ranks know
+            logger.warning(
+                "cleaning up after step %d failed: %s: %s",
+                committed.step, type(error).__name__, error,
+            )  # fmt: skip
 
     def add_metrics(self, committed: Committed, metrics: Metrics) -> Committed:
         """Metrics came after the commit: into the manifest, and count them."""
@@ -168,6 +176,8 @@ class Keeper:
             self._forget(step)
 
     def _point(self) -> None:
+        if not self._metrics:  # someone took every step away, this one too
+            return
         self._folder.point("latest", max(self._metrics))
         rule = self._rules.best_rule
         best = rule.best(sorted(self._metrics), self._metrics) if rule else []

@@ -192,15 +192,15 @@ class Saver:
         if not metrics.items() <= committed.manifest.metrics.items() and self._keeper is not None:
             keeper, step = self._keeper, pending.step
 
-            def amend() -> None:
-                amended = committed
+            def amend() -> Committed:
                 try:
-                    amended = self._newest = keeper.add_metrics(committed, metrics)
-                except OSError as error:
+                    self._newest = keeper.add_metrics(committed, metrics)
+                except Exception as error:
                     logger.warning("step_%d: its metrics could not be added: %s", step, error)
-                pending.settle(amended)
+                    return committed
+                return self._newest
 
-            self._thread.submit(amend)
+            self._thread.submit(amend, pending=pending)
         else:
             pending.settle(committed)
         pending.times.blocked_seconds = pending.times.since_start()
@@ -287,23 +287,20 @@ class Saver:
         self._held = None
         self._in_flight = job
         job.pending.reopen()
-        self._thread.submit(lambda: self._write(job))
+        self._thread.submit(lambda: self._write(job), pending=job.pending)
 
-    def _write(self, job: SaveJob) -> None:
+    def _write(self, job: SaveJob) -> Committed:
         """On the background thread: the whole rest of a save."""
-        try:
-            outcome: Committed | BaseException = write_checkpoint(
-                job,
-                folder=self._folder,
-                peers=self._background,
-                num_owners=self._num_owners,
-                lock=self._lock,
-            )
-        except BaseException as error:  # whatever it is, the training thread has to hear of it
-            outcome = error
-        if isinstance(outcome, Committed) and self._keeper is not None:
-            self._keeper.committed(outcome)
-        job.pending.settle(outcome)
+        committed = write_checkpoint(
+            job,
+            folder=self._folder,
+            peers=self._background,
+            num_owners=self._num_owners,
+            lock=self._lock,
+        )
+        if self._keeper is not None:
+            self._keeper.committed(committed)
+        return committed
 
     def _finish_previous(self) -> None:
         """One save in flight, one snapshot: wait for the one before; if it failed, retry it."""

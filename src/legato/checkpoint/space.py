@@ -38,7 +38,7 @@ def check_space(
         folder: The run's output_dir.
         each_bytes: Bytes of one checkpoint.
         planned_saves: How many saves are still to come.
-        max_kept: How many are kept at the same time; None: all.
+        max_kept: How many take space at the same time; None: all.
 
     Returns:
         The free bytes; None where they can't be known.
@@ -63,8 +63,9 @@ def check_space(
         )
     if free < needed:
         logger.warning(
-            "%s has %s free; the %d checkpoints that are kept will take %s: later saves will fail "
-            "unless room is made, or fewer are kept", path, _human(free), kept, _human(needed),
+            "%s has %s free; the %d checkpoints that stay on this disk will take %s: later saves "
+            "will fail unless room is made, or fewer stay",
+            path, _human(free), kept, _human(needed),
         )  # fmt: skip
     return free
 

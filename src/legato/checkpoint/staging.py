@@ -81,16 +81,22 @@ class Stager:
         blocking: Complete the copy before `stage` returns, on CUDA too.
         check: Compare every snapshot with a slow synchronous copy, and every tensor's address with
             that of the first save.
+        available_bytes: Host memory that the buffers may take; None: that isn't looked at.
 
     Attributes:
         staged_bytes: Bytes of one snapshot.
 
     Raises:
-        MemoryError: The buffers don't fit into this host's memory.
+        MemoryError: The buffers don't fit into ``available_bytes``.
     """
 
     def __init__(
-        self, sources: Mapping[str, Tensor], *, blocking: bool = False, check: bool = False
+        self,
+        sources: Mapping[str, Tensor],
+        *,
+        blocking: bool = False,
+        check: bool = False,
+        available_bytes: int | None = None,
     ) -> None:
         self._sources = dict(sources)
         self._blocking = blocking
@@ -100,7 +106,9 @@ class Stager:
         shards = [local(tensor) for tensor in self._sources.values()]
         self.staged_bytes = sum(shard.numel() * shard.element_size() for shard in shards)
         self._device = next((s.device for s in shards if s.device.type == "cuda"), None)
-        self._buffers = _Buffers(shards, pinned=self._device is not None)
+        self._buffers = _Buffers(
+            shards, pinned=self._device is not None, available_bytes=available_bytes
+        )
         self._by_name = dict(zip(names, self._buffers.tensors, strict=True))
         self._addresses = [shard.data_ptr() for shard in shards]
         self._cloned = self._pick_cloned(shards)
@@ -202,12 +210,13 @@ class LiveValues(Snapshot):
 class _Buffers:
     """Host tensors shaped like others, in one allocation; pinned for copies from CUDA."""
 
-    def __init__(self, like: Sequence[Tensor], *, pinned: bool) -> None:
+    def __init__(
+        self, like: Sequence[Tensor], *, pinned: bool, available_bytes: int | None
+    ) -> None:
         sizes = [_aligned(tensor.numel() * tensor.element_size()) for tensor in like]
         total = sum(sizes)
-        available = _available_bytes()
-        if available is not None and total > available:
-            raise MemoryError(f"staging needs {total} bytes of memory, {available} are free")
+        if available_bytes is not None and total > available_bytes:
+            raise MemoryError(f"staging needs {total} bytes of memory, {available_bytes} are free")
         # zero_ touches every page now: the first touch is slow and shouldn't fall into a save.
         self._flat = torch.empty(total, dtype=torch.uint8).zero_()
         self._registered = pinned and total > 0
@@ -253,16 +262,6 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def _aligned(num_bytes: int) -> int:
     return math.ceil(num_bytes / _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-
-def _available_bytes() -> int | None:
-    """Memory that this host can still give, by the kernel's own estimate; None where unknown."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            facts = dict(line.split(":", 1) for line in file)
-        return int(facts["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
 
 
 def _cudart() -> Any:

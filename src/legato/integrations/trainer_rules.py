@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel, TrainerState, TrainingArguments
 
 from legato.checkpoint import NewBest, OnSignal
-from legato.checkpoint.policy import AnySave, KeepPolicy, SavePolicy
+from legato.checkpoint.policy import AnySave, KeepPolicy, Moment, SavePolicy
 from legato.integrations.trainer_parts import is_peft_model
 
 # accelerate's names of what places the same whole model on every rank.
@@ -128,6 +129,36 @@ def _schedule_problems(
                 "LegatoCheckpoints(save=NewBest()): eval_strategy is no, nothing is evaluated. Set "
                 'eval_strategy="steps".'
             )
+
+
+def planned_saves(args: TrainingArguments, state: TrainerState, *, save: SavePolicy | None) -> int:
+    """How many saves are still to come, as far as that can be known.
+
+    Args:
+        args: The Trainer's.
+        state: The Trainer's; epochs are taken to be equally long.
+        save: When Legato saves; None: when the Trainer wants to.
+
+    Returns:
+        Their number, the final one and one for each evaluation that may find a new best included.
+    """
+    steps_per_epoch = max(1, math.ceil(state.max_steps / max(1, state.num_train_epochs)))
+
+    def happens(strategy: str, interval: float, step: int) -> bool:
+        return step % {"steps": max(1, int(interval)), "epoch": steps_per_epoch}[strategy] == 0
+
+    def is_due(step: int) -> bool:
+        if save is None:
+            return happens(args.save_strategy.value, state.save_steps, step)
+        evaluates = args.eval_strategy.value
+        moment = Moment(
+            step,
+            epoch_end=step % steps_per_epoch == 0,
+            new_best=evaluates != "no" and happens(evaluates, state.eval_steps, step),
+        )
+        return save.reason(moment) is not None
+
+    return 1 + sum(is_due(step) for step in range(state.global_step + 1, state.max_steps))
 
 
 def _policies(policy: SavePolicy) -> Iterator[SavePolicy]:

@@ -38,7 +38,7 @@ from legato.checkpoint import (
     OptimizerPart,
     SaveRecord,
 )
-from legato.checkpoint.policy import KeepPolicy, Moment, SavePolicy
+from legato.checkpoint.policy import KeepPolicy, SavePolicy
 from legato.errors import CheckpointExistsError, ConfigError
 from legato.integrations.trainer_parts import (
     LaterRng,
@@ -49,7 +49,7 @@ from legato.integrations.trainer_parts import (
     with_trainer_state,
 )
 from legato.integrations.trainer_resume import newest_step, require_same_step, resumed_step
-from legato.integrations.trainer_rules import argument_problems, model_problems
+from legato.integrations.trainer_rules import argument_problems, model_problems, planned_saves
 
 __all__ = ["LegatoCheckpoints"]
 
@@ -325,18 +325,7 @@ class LegatoCheckpoints(TrainerCallback):
         parts = run.parts(state, event="step_begin")
         restored = run.checkpointer.restore(parts) or {}
         run.restore_rng_at = restored.get("saved_at")
-        run.checkpointer.check_space(parts, self._planned_saves(args, state))
-
-    def _planned_saves(self, args: TrainingArguments, state: TrainerState) -> int:
-        """How many saves there will be, as far as it can be known."""
-        policy, steps = self._save, range(state.global_step + 1, state.max_steps + 1)
-        if policy is not None:
-            due = sum(policy.reason(Moment(step)) is not None for step in steps)
-        elif args.save_strategy.value == "steps":
-            due = len(steps) // max(1, int(state.save_steps))
-        else:
-            due = state.num_train_epochs
-        return due + 1
+        run.checkpointer.check_space(parts, planned_saves(args, state, save=self._save))
 
     def _between_steps(self, args: TrainingArguments, state: TrainerState, event: Event) -> None:
         """Collective: restore random states here, or save the step that is over."""

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import psutil
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +17,7 @@ from legato.models.load import load_meta_model
 from legato.models.names import named_weights
 from legato.models.quantize import saved_bytes
 from legato.optim.build import build_optimizer
+from legato.parallel.host_memory import free_host_bytes
 from legato.parallel.world import World
 from legato.recipes.methods import METHODS
 from legato.recipes.model import DTYPES
@@ -136,7 +136,7 @@ def free_memory(device: torch.device, *, num_sharing: int = 1) -> Memory:
     Returns:
         The free bytes.
     """
-    host = int(psutil.virtual_memory().available) // num_sharing
+    host = free_host_bytes(num_sharing=num_sharing)
     if device.type != "cuda":
         return Memory(host)
     return Memory(host, torch.cuda.mem_get_info(device)[0])

@@ -13,11 +13,13 @@ from legato.config.schema import RunConfig
 from legato.errors import ResumeError
 from legato.optim.schedule import learning_rate
 from legato.recipes.inputs import judged_by_contents
-from legato.recipes.policies import step_set
+from legato.recipes.policies import planned_saves
 from legato.train.state import TrainState
 
 logger = logging.getLogger(__name__)
 
+# In a longer run a step that is due twice is counted twice: walking to each would take a while.
+_MAX_WALKED = 100_000
 _NO_HELP = " --accept-changes can't help: a checkpoint's tensors are as they were with the old %s."
 
 
@@ -176,9 +178,20 @@ def nothing_left(step: int, config: RunConfig, *, total_steps: int) -> str:
     )
 
 
-def num_saves(config: RunConfig, state: TrainState, last_step: int) -> int:
-    """Checkpoints that are planned from here on, the final one included; time-based ones aren't."""
-    if config.save_every_n_train_steps is None:
-        return 1
-    steps = step_set(config.save_every_n_train_steps)
-    return 1 + steps.num_due(after=state.step, before=last_step)
+def num_saves(config: RunConfig, *, step: int, last_step: int, steps_per_epoch: int | None) -> int:
+    """Checkpoints that are planned from here on.
+
+    Args:
+        config: The run.
+        step: Steps that are done.
+        last_step: The last one of this process.
+        steps_per_epoch: None: a stream.
+
+    Returns:
+        Their number, the final one and one for each evaluation that may find a new best included;
+        those by time and by signal aren't.
+    """
+    planned = planned_saves(config, steps_per_epoch=steps_per_epoch)
+    if len(planned) == 1 or last_step - step > _MAX_WALKED:
+        return 1 + sum(steps.num_due(after=step, before=last_step) for steps in planned)
+    return 1 + sum(any(steps.due(s) for steps in planned) for s in range(step + 1, last_step))

@@ -19,8 +19,10 @@ from legato.checkpoint.policy import (
 from legato.config.rules import has_evaluation_data
 from legato.config.schema import RunConfig, Schedule
 
+StepSet = EverySteps | LogSchedule
 
-def step_set(value: int | Schedule) -> EverySteps | LogSchedule:
+
+def step_set(value: int | Schedule) -> StepSet:
     """An interval of the config as a set of steps."""
     if isinstance(value, int):
         return EverySteps(value)
@@ -39,6 +41,36 @@ def save_policy(config: RunConfig) -> SavePolicy:
     if config.keep_best_n_checkpoints is not None:
         policy |= NewBest()
     return policy
+
+
+def planned_saves(config: RunConfig, *, steps_per_epoch: int | None) -> list[StepSet]:
+    """The steps that the config may save at, as sets; those by time or by signal aren't known.
+
+    Args:
+        config: The run.
+        steps_per_epoch: None: a stream, whose epochs aren't counted before.
+
+    Returns:
+        The sets. Every evaluation is in them where a new best one is saved.
+    """
+    planned: list[StepSet] = []
+    if config.save_every_n_train_steps is not None:
+        planned.append(step_set(config.save_every_n_train_steps))
+    if config.save_at_epoch_end and steps_per_epoch is not None:
+        planned.append(EverySteps(steps_per_epoch))
+    evaluates = config.run_val_every_n_steps
+    if saves_new_best(config) and evaluates is not None:
+        planned.append(step_set(evaluates))
+    return planned
+
+
+def saves_new_best(config: RunConfig) -> bool:
+    """Whether an evaluation that finds a new best metric is saved at once."""
+    return (
+        config.keep_best_n_checkpoints is not None
+        and has_evaluation_data(config)
+        and metric_of_best(config) != "train_loss"
+    )
 
 
 def keep_policy(config: RunConfig) -> KeepPolicy:

@@ -186,7 +186,10 @@ def _run_on(
         "global_batch_size": data.loader.global_batch_size,
         "inputs": data.inputs,
     }
-    checkpointer.check_space(parts.saved, planned_saves=num_saves(config, state, last_step))
+    planned = num_saves(
+        config, step=state.step, last_step=last_step, steps_per_epoch=data.loader.steps_per_epoch
+    )
+    checkpointer.check_space(parts.saved, planned_saves=planned)
     facts = start_facts(
         config,
         config_name=config_name,

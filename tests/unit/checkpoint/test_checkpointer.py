@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import os
@@ -423,6 +424,27 @@ def test_replacing_a_parameter_replans_instead_of_saving_the_old_one(tmp_path: P
         assert load_file(Path(folder) / "model.safetensors")["weight"].tolist() == [[8.0] * 2] * 2
 
 
+def test_each_save_is_planned_by_what_is_saved_then(tmp_path: Path) -> None:
+    loop = Loop().run_to(1)
+    tensors = dict(loop.model.state_dict())
+    part = ModelPart(tensors=tensors)
+    other = dataclasses.replace(part, tensors={f"x.{name}": t for name, t in tensors.items()})
+    states = (
+        {"model": part},
+        {"model": part, "rng": RngPart()},  # stored from the second save on
+        {"model": other},
+        {"model": part, "rng": RngPart()},
+    )
+    with Checkpointer(tmp_path / "out") as checkpointer:
+        for step, state in enumerate(states, start=1):
+            checkpointer.save(state, step=step)
+    for step, first in ((1, "0.bias"), (2, "0.bias"), (3, "x.0.bias"), (4, "0.bias")):
+        folder = tmp_path / "out" / f"step_{step}"
+        assert min(load_file(folder / "model.safetensors")) == first
+        has_rng = bool(list(folder.glob("state/rng*")))
+        assert has_rng == (step in (2, 4))
+
+
 def test_due_asks_the_policy_and_the_clock(tmp_path: Path) -> None:
     now = [1000.0]
     policy = EverySteps(10) | EverySeconds(60)
@@ -475,6 +497,13 @@ def test_space_is_checked_before_the_first_step(
         storage.free = 3 * each - 1
         checkpointer.check_space(loop.state, 10)
         assert "later saves will fail" in caplog.text
+    caplog.clear()
+    with Checkpointer(
+        tmp_path / "moved", keep=KeepLast(2), prune="move", storage=storage
+    ) as checkpointer:
+        storage.free = 10 * each - 1  # what is moved to .pruned/ stays on the disk
+        checkpointer.check_space(loop.state, 10)
+        assert "the 10 checkpoints that stay on this disk" in caplog.text
 
 
 def test_a_long_run_remembers_no_manifests(tmp_path: Path) -> None:

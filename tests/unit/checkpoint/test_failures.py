@@ -7,13 +7,16 @@ import logging
 import os
 import shutil
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 
 from legato.checkpoint import Checkpointer, KeepLast
+from legato.checkpoint import preparation as preparation_module
 from legato.checkpoint import saver as saver_module
-from legato.checkpoint import staging as staging_module
+from legato.checkpoint.background import BackgroundThread
+from legato.checkpoint.records import PendingSave
 from legato.errors import CheckpointExistsError, CheckpointWriteError
 from legato.storage import LocalStorage
 from tests.helpers.faults import FaultyStorage, Operation
@@ -178,7 +181,7 @@ def test_a_complete_step_that_somebody_put_there_meanwhile_is_never_overwritten(
 def test_without_memory_for_a_copy_saves_are_written_while_training_stands_still(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(staging_module, "_available_bytes", lambda: 10)
+    monkeypatch.setattr(preparation_module, "free_host_bytes", lambda **_: 10)
     loop = Loop()
     with Checkpointer(tmp_path / "out") as checkpointer:
         for step in (1, 2, 3):
@@ -193,7 +196,7 @@ def test_without_memory_for_a_copy_saves_are_written_while_training_stands_still
 def test_a_final_save_that_cannot_be_tried_again_is_an_error_of_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging_module, "_available_bytes", lambda: 10)
+    monkeypatch.setattr(preparation_module, "free_host_bytes", lambda **_: 10)
     loop = Loop()
     checkpointer = Checkpointer(tmp_path / "out", storage=FailingCommits(1))
     checkpointer.save(loop.state, step=loop.step())
@@ -228,6 +231,72 @@ def test_a_folder_that_vanishes_before_pruning_is_no_failure(
         checkpointer.save(loop.state, step=loop.step()).result()
     assert visible(tmp_path / "out") == ["step_2", "step_3"]
     assert caplog.records == []
+
+
+class TakingAway(FaultyStorage):
+    """Somebody's script moves each step away as soon as it has its name."""
+
+    def __init__(self, target: Path) -> None:
+        super().__init__(LocalStorage(), fail_at=None)
+        self.target = target
+
+    def before(self, operation: Operation, number: int, half: object) -> None:
+        if operation.name == "sync_folder":
+            for step in Path(operation.path).glob("step_*"):
+                step.rename(self.target / f"{step.name}-{number}")
+
+
+def test_steps_that_are_moved_away_as_soon_as_they_are_there_are_no_failures(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "moved").mkdir()
+    loop = Loop()
+    storage = TakingAway(tmp_path / "moved")
+    with Checkpointer(tmp_path / "out", keep=KeepLast(1), storage=storage) as checkpointer:
+        for _ in (1, 2, 3):
+            checkpointer.save(loop.state, step=loop.step())
+        checkpointer.save(loop.state, step=3, metrics={"eval_loss": 1.0})
+        checkpointer.drain()
+        assert [(r.step, r.error) for r in checkpointer.poll()] == [
+            (1, None), (2, None), (3, None), (3, None),
+        ]  # fmt: skip
+    moved = sorted(path.name.split("-")[0] for path in (tmp_path / "moved").iterdir())
+    assert moved == ["step_1", "step_2", "step_3", "step_3"]
+    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == [
+        f"step_3 has gone from {tmp_path / 'out'}: it is saved again"
+    ]
+
+
+def test_nothing_that_goes_wrong_after_the_commit_fails_the_save_or_keeps_anyone_waiting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Strange(FaultyStorage):
+        def before(self, operation: Operation, number: int, half: object) -> None:
+            if operation.name == "link" or operation.path.endswith(".new"):
+                raise RuntimeError("what is this?")
+
+    loop = Loop()
+    storage = Strange(LocalStorage(), fail_at=None)
+    with Checkpointer(tmp_path / "out", storage=storage) as checkpointer:
+        checkpointer.save(loop.state, step=loop.step()).result(timeout_seconds=60)
+        assert "cleaning up after step 1 failed: RuntimeError: what is this?" in caplog.text
+        again = checkpointer.save(loop.state, step=1, metrics={"eval_loss": 1.0})
+        assert again.result(timeout_seconds=60).manifest.metrics == {}
+        assert "step_1: its metrics could not be added: what is this?" in caplog.text
+    assert visible(tmp_path / "out") == ["step_1"]
+
+
+def test_whatever_a_task_raises_reaches_who_waits_and_the_thread_goes_on() -> None:
+    def fail() -> NoReturn:
+        raise SystemExit("not an Exception")
+
+    thread = BackgroundThread()
+    for _ in (1, 2):
+        pending = PendingSave(step=1, reason="interval")
+        thread.submit(fail, pending=pending)
+        with pytest.raises(CheckpointWriteError, match="not an Exception"):
+            pending.result(timeout_seconds=60)
+    thread.stop()
 
 
 def test_a_step_that_cannot_be_deleted_is_a_warning(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import xxhash
 
+from legato.checkpoint.inspection import find_damage
 from legato.checkpoint.manifest import (
     FileEntry,
     Manifest,
@@ -17,7 +20,9 @@ from legato.checkpoint.manifest import (
     finite_metrics,
     parse_manifest,
 )
+from legato.checkpoint.records import Committed
 from legato.errors import FolderFormatError
+from legato.storage import LocalStorage
 
 MANIFEST = Manifest(
     run_id="abc",
@@ -147,6 +152,19 @@ def test_slices_must_cover_every_byte_exactly_once(
     else:
         with pytest.raises(FolderFormatError, match=problem):
             check_coverage("f", entry)
+
+
+def test_a_gap_in_somebody_elses_manifest_is_found_by_verifying(tmp_path: Path) -> None:
+    data = bytes(range(64))
+    (tmp_path / "weights").write_bytes(data)
+    ends = tuple(Slice(at, 16, digest_of(data[at : at + 16])) for at in (8, 48))
+    manifest = dataclasses.replace(
+        MANIFEST, files={"weights": FileEntry(64, ends, digest_of(data[:32]))}
+    )
+    read = parse_manifest(manifest.encode(), path="manifest.json")
+    assert find_damage(LocalStorage(), Committed(str(tmp_path), read)) == [
+        f"{tmp_path}/weights: the slices overlap at byte 8"
+    ]
 
 
 def test_column_slices_cover_by_their_runs() -> None:

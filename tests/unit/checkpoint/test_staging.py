@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from legato.checkpoint import staging
 from legato.checkpoint.staging import LiveValues, Stager
 from legato.errors import CheckpointError
 
@@ -72,12 +71,9 @@ def test_the_check_finds_a_tensor_that_was_replaced() -> None:
         stager.stage()
 
 
-def test_too_little_memory_is_a_memory_error_before_anything_is_touched(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(staging, "_available_bytes", lambda: 100)
+def test_too_little_memory_is_a_memory_error_before_anything_is_touched() -> None:
     with pytest.raises(MemoryError, match="100 are free"):
-        Stager(copies())
+        Stager(copies(), available_bytes=100)
 
 
 def test_live_values_are_no_copies() -> None:
