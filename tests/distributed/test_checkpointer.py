@@ -396,7 +396,8 @@ def open_in_the_way(rank: int, folder: str) -> str:
         f"{folder}/out", process_group=dist.group.WORLD, resume=False, start_over=True
     ) as checkpointer:
         assert checkpointer.source is None
-        return f"{caught.value} {checkpointer.run_id}"
+        facts = [caught.value.facts[name] for name in ("path", "steps")]
+        return f"{caught.value} {facts} {checkpointer.run_id}"
 
 
 def test_what_rank_0_finds_at_the_start_holds_for_every_rank(tmp_path: Path) -> None:
@@ -411,6 +412,7 @@ def test_what_rank_0_finds_at_the_start_holds_for_every_rank(tmp_path: Path) -> 
     messages = spawn.run(open_in_the_way, 2, str(tmp_path))
     assert messages[0] == messages[1]
     assert "already holds step_6, step_7" in messages[0]
+    assert f"['{tmp_path}/out', [6, 7]]" in messages[0]
 
 
 def masters_of_a_sharded_model(rank: int, folder: str) -> None:

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from legato.errors import PeerLostError
+from legato.errors import ConfigError, PeerLostError
 from legato.parallel.world import World
 from legato.train.signals import Request, StopSignals
 from tests.helpers import spawn
@@ -49,7 +49,13 @@ def second_rank_fails(rank: int) -> str:
             raise FileNotFoundError(2, "No such file", "/models/base")
         return "fine"
 
+    def refuse() -> None:
+        raise ConfigError(["epochs: 0", "seed: -1"])
+
     with World.join("cpu", distributed=True, environment={}) as world:
+        with pytest.raises(ConfigError) as caught:
+            world.control.on_main(refuse)
+        assert caught.value.problems == ["epochs: 0", "seed: -1"]
         try:
             return world.on_every_rank(work)
         except (PeerLostError, FileNotFoundError) as error:

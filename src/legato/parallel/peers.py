@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from legato import errors
-from legato.errors import LegatoError, PeerLostError
+from legato.errors import ConfigError, LegatoError, PeerLostError
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,8 @@ class Peers:
 
         Args:
             decide: Called on rank 0 only.
-            fallback: What other ranks raise where rank 0's error isn't one of Legato's own.
+            fallback: What other ranks raise where rank 0's error isn't one of Legato's own. Of an
+                own one they get message, problems and the facts that are JSON values.
 
         Returns:
             What ``decide`` returned.
@@ -134,12 +135,12 @@ class Peers:
         if not self.is_main:
             outcome = self.broadcast(None)
             if "error" in outcome:
-                raise _rebuilt(outcome["error"], outcome["text"], fallback)
+                raise _rebuilt(outcome, fallback)
             return outcome["value"]
         try:
             value = decide()
         except Exception as error:
-            self.broadcast({"error": type(error).__name__, "text": str(error)})
+            self.broadcast(_retold(error))
             raise
         try:
             self.broadcast({"value": value})
@@ -236,8 +237,30 @@ def _from_tensor(data: Tensor) -> Any:
     return json.loads(data.numpy().tobytes())
 
 
-def _rebuilt(name: str, text: str, fallback: type[LegatoError]) -> LegatoError:
+def _retold(error: Exception) -> dict[str, Any]:
+    """What the other ranks need to raise the like of it."""
+    facts = error.facts if isinstance(error, LegatoError) else {}
+    return {
+        "error": type(error).__name__,
+        "text": str(error),
+        "problems": error.problems if isinstance(error, ConfigError) else None,
+        "facts": {name: value for name, value in facts.items() if _is_json(value)},
+    }
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _rebuilt(told: Mapping[str, Any], fallback: type[LegatoError]) -> LegatoError:
+    name, text = told["error"], told["text"]
+    if told["problems"] is not None:
+        return ConfigError(told["problems"])
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, LegatoError):
-        return kind(text)
+        return kind(text, **told["facts"])
     return fallback(f"rank 0: {name}: {text}")
