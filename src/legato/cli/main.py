@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from legato.cli.errors import run_app
+from legato.cli.logs import choose_level
 
 VERBS: dict[str, str] = {
     "run": "legato.cli.run:run",
@@ -70,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _write_any_character()
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
+    choose_level(debug=debug)
     words = [word for word in words if word != "--debug"]
     verb = next((word for word in words if not word.startswith("-")), None)
     return run_app(lambda: build_app(verb), words, debug=debug)
@@ -94,6 +96,9 @@ def _global_options(
         bool,
         typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+    debug: Annotated[
+        bool,
+        typer.Option("--debug", help="Show where an error came from, and the log's debug lines."),
+    ] = False,
 ) -> None:
     """Fine-tune language models; checkpoints by step that never pause training."""

@@ -38,7 +38,7 @@ def run(
     ] = False,
 ) -> None:
     """Train, or go on where the same command was stopped."""
-    from legato.cli.logs import show_log
+    from legato.cli.logs import is_debugging, show_log
     from legato.errors import ConfigError, UsageError
     from legato.parallel.launch import is_asked_for, split_options
     from legato.parallel.placement import find_placement
@@ -64,7 +64,11 @@ def run(
     show_log()
     placement = find_placement(os.environ)
     if placement is None and is_asked_for(options, os.environ):
-        flags = {"--start-over": start_over, "--accept-changes": accept_changes}
+        flags = {
+            "--start-over": start_over,
+            "--accept-changes": accept_changes,
+            "--debug": is_debugging(),
+        }
         given = [flag for flag, is_given in flags.items() if is_given]
         _launch(loaded, options, ["run", *words, "--config", config, *given], problems=problems)
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch
 import typer
 
 from legato.cli.errors import LESS_MEMORY, run_app
+from legato.cli.logs import show_log
 from legato.cli.main import build_app, main
 from legato.errors import (
     CheckpointWriteError,
@@ -191,6 +193,17 @@ def test_debug_shows_the_traceback_before_the_message(capsys: pytest.CaptureFixt
 def test_debug_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cat", "nowhere", "--debug"]) == 2
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--version", "--debug"], ["--version"]], ids=" ".join)
+def test_debug_shows_the_debug_lines_of_the_log(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 0
+    show_log()
+    logging.getLogger("legato.data").debug("not pruned")
+    logging.getLogger("torch").debug("a library's own")
+    assert capsys.readouterr().err == ("not pruned\n" if "--debug" in words else "")
 
 
 def test_a_reader_that_leaves_early_gets_no_traceback() -> None:
