@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -17,7 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from legato.errors import MissingDependencyError, ModelError, ModelNotFoundError, UsageError
-from legato.models.folder import SOURCE_FILE, connection_errors, read_config, weight_files
+from legato.models.folder import (
+    SOURCE_FILE,
+    connection_errors,
+    read_config,
+    read_object,
+    weight_files,
+)
 from legato.models.gguf import check_target, import_gguf, publish, write_source
 
 __all__ = ["PACKAGED_MODELS", "PackagedModel", "download_model", "import_gguf"]
@@ -243,9 +248,11 @@ def _ask_hub(api: Any, hub_id: str, revision: str | None) -> Any:
 def _is_there(output_dir: Path, noted: dict[str, Any]) -> bool:
     """Whether ``output_dir`` holds exactly what was asked for, whole."""
     note = output_dir / SOURCE_FILE
-    if not note.is_file() or json.loads(note.read_text(encoding="utf-8")) != noted:
+    if not note.is_file():
         return False
     try:
+        if read_object(note) != noted:
+            return False
         weight_files(output_dir)
     except ModelError:
         return False

@@ -14,10 +14,7 @@ from legato.errors import FolderFormatError, LegatoError, ModelError, ModelNotFo
 # Written by `legato download`: where a local folder came from.
 SOURCE_FILE = "legato_source.json"
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_STEP_FOLDER = re.compile(r"step_(\d+)")
-# As transformers' tokenizers write and read them. A file chat_template.jinja isn't among them.
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     "tokenizer*",
     "vocab*",
     "*.model",
@@ -26,6 +23,13 @@ _TOKENIZER_FILES = (
     "added_tokens.json",
     "special_tokens_map.json",
 )
+"""Globs of a tokenizer's files, as transformers writes and reads them; without the template's."""
+
+TEMPLATE_FILES = "*.jinja"
+"""Glob of a chat template that isn't in tokenizer_config.json."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_STEP_FOLDER = re.compile(r"step_(\d+)")
 # Keys of a config.json that say who wrote it, not what the model is.
 _WRITERS_NOTES = ("transformers_version", "_name_or_path")
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py"]
@@ -67,7 +71,7 @@ def find_model(
     """
     path = Path(name_or_path).expanduser()
     if path.is_dir():
-        source = _read_json(path / SOURCE_FILE) if (path / SOURCE_FILE).is_file() else {}
+        source = read_object(path / SOURCE_FILE) if (path / SOURCE_FILE).is_file() else {}
         path = path.resolve()
         return ModelFolder(path, str(path), source.get("hub_id"), source.get("revision"))
     if path.suffix == ".gguf" or path.is_file():
@@ -147,12 +151,9 @@ def read_config(path: Path) -> dict[str, Any]:
         ModelError: It isn't a JSON object.
     """
     if (path / "config.json").is_file():
-        config = _read_json(path / "config.json")
-        if isinstance(config, dict):
-            return config
-        raise ModelError(f"{path / 'config.json'}: isn't a JSON object.", path=str(path))
+        return read_object(path / "config.json")
     if (path / "adapter_config.json").is_file():
-        base = _read_json(path / "adapter_config.json").get("base_model_name_or_path")
+        base = read_object(path / "adapter_config.json").get("base_model_name_or_path")
         raise ModelError(
             f"{path}: is a LoRA adapter, not a model. Its base is {base}: give that as the model.",
             path=str(path),
@@ -204,8 +205,7 @@ def weight_files(path: Path) -> tuple[Path, ...]:
 
 
 def _indexed_files(index: Path) -> tuple[Path, ...]:
-    content = _read_json(index, error=FolderFormatError)
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    weight_map = read_object(index, error=FolderFormatError).get("weight_map")
     if not isinstance(weight_map, dict) or not all(
         isinstance(name, str) for name in weight_map.values()
     ):
@@ -243,11 +243,26 @@ def _check_header(file: Path) -> None:
         ) from error
 
 
-def _read_json(file: Path, *, error: type[LegatoError] = ModelError) -> Any:
+def read_object(file: Path, *, error: type[LegatoError] = ModelError) -> dict[str, Any]:
+    """The JSON object in a file of a folder that anybody may have written.
+
+    Args:
+        file: The file.
+        error: What to raise.
+
+    Returns:
+        Its parsed content.
+
+    Raises:
+        LegatoError: ``error``: it can't be read, or holds something else; ``.path`` is the file.
+    """
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as cause:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as cause:
         raise error(f"{file}: can't be read as JSON ({cause}).", path=str(file)) from cause
+    if not isinstance(content, dict):
+        raise error(f"{file}: isn't a JSON object.", path=str(file))
+    return content
 
 
 def tokenizer_digest(path: Path) -> str:
@@ -265,11 +280,11 @@ def tokenizer_digest(path: Path) -> str:
     from xxhash import xxh3_128
 
     digest = xxh3_128()
-    found = {each for pattern in _TOKENIZER_FILES for each in path.glob(pattern)}
+    found = {each for pattern in TOKENIZER_FILES for each in path.glob(pattern)}
     for file in sorted(each for each in found if each.is_file()):
         content = file.read_bytes()
         if file.name == "tokenizer_config.json":
-            values = _read_json(file)
+            values = read_object(file)
             values.pop("chat_template", None)
             content = json.dumps(values, sort_keys=True).encode()
         digest.update(f"{file.name}:{len(content)}\n".encode())

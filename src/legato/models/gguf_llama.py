@@ -11,7 +11,7 @@ import torch
 
 from legato.errors import ModelError, UnsupportedModelError
 from legato.hf_folder import FolderReader
-from legato.models.folder import read_config
+from legato.models.folder import read_config, read_object
 from legato.models.load import load_tokenizer
 from legato.storage import LocalStorage
 
@@ -198,7 +198,7 @@ def _vocabulary(tokenizer: Any, *, num_rows: int) -> tuple[list[str], list[int]]
 
 def _stop_ids(folder: Path, config: dict[str, Any]) -> set[int]:
     file = folder / "generation_config.json"
-    settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    settings = read_object(file) if file.is_file() else {}
     stops = settings.get("eos_token_id", config.get("eos_token_id"))
     listed = stops if isinstance(stops, list) else [stops]
     return {stop for stop in listed if stop is not None}

@@ -15,7 +15,7 @@ import torch
 from legato.errors import ModelError
 from legato.hf_folder import FolderReader
 from legato.models.adapter import ADAPTER_CONFIG, file_dtype, is_adapter, load_adapter
-from legato.models.folder import find_model, read_config
+from legato.models.folder import TEMPLATE_FILES, TOKENIZER_FILES, find_model, read_config
 from legato.models.gguf import check_target, new_folder
 from legato.models.load import load_tokenizer
 from legato.models.names import named_weights
@@ -23,12 +23,6 @@ from legato.models.quiet import without_weight_bars
 from legato.storage import LocalStorage
 
 logger = logging.getLogger(__name__)
-
-TOKENIZER_FILES = (
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
-    *("*.jinja", "*.model"),
-)
-"""Globs of what belongs to a tokenizer in a model folder."""
 
 OTHER_DTYPE = "Merge with bf16 or fp32."
 
@@ -217,17 +211,18 @@ def _write(model: Any, folder: Path, *, tokenizer_of: Path, base: Path, with_cod
     with without_weight_bars():
         model.save_pretrained(folder)
     # load_model switched the cache off, for training; whoever loads the folder wants it.
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_config(folder)
     config.pop("use_cache", None)
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
     has_own = (tokenizer_of / "tokenizer_config.json").is_file()
-    patterns = {tokenizer_of if has_own else base: TOKENIZER_FILES}
+    patterns = {tokenizer_of if has_own else base: (*TOKENIZER_FILES, TEMPLATE_FILES)}
     if with_code:
         patterns = {**patterns, base: (*patterns.get(base, ()), "*.py")}
     for place, globs in patterns.items():
         for file in sorted({found for pattern in globs for found in place.glob(pattern)}):
-            shutil.copyfile(file, folder / file.name)
+            if file.is_file():
+                shutil.copyfile(file, folder / file.name)
 
 
 def _check_files(model: Any, folder: Path) -> None:

@@ -11,9 +11,16 @@ from typing import Any
 
 from legato.errors import ModelError, UsageError
 from legato.models.adapter import ADAPTER_CONFIG, is_adapter
-from legato.models.folder import connection_errors, find_model, read_config, weight_files
+from legato.models.folder import (
+    TEMPLATE_FILES,
+    TOKENIZER_FILES,
+    connection_errors,
+    find_model,
+    read_config,
+    read_object,
+    weight_files,
+)
 from legato.models.lora import BASE_FILE
-from legato.models.merge import TOKENIZER_FILES
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +99,7 @@ def plan_push(
         more = ("model.safetensors.index.json", "generation_config.json")
         weights += [folder / name for name in more if (folder / name).is_file()]
     files |= {file.name: file for file in weights}
-    for pattern in TOKENIZER_FILES:
+    for pattern in (*TOKENIZER_FILES, TEMPLATE_FILES):
         files |= {file.name: file for file in sorted(folder.glob(pattern)) if file.is_file()}
     card = folder / CARD
     files[CARD] = (
@@ -157,9 +164,9 @@ def _check_hub_id(hub_id: str) -> None:
 
 def _adapter_config(folder: Path, base_model: str | None) -> tuple[str, bytes]:
     """The base's hub id, and adapter_config.json with it."""
-    config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    config = read_object(folder / ADAPTER_CONFIG)
     known = folder / BASE_FILE
-    facts = json.loads(known.read_text(encoding="utf-8")) if known.is_file() else {}
+    facts = read_object(known) if known.is_file() else {}
     named = config.get("base_model_name_or_path")
     if base_model is not None:
         config |= {"base_model_name_or_path": base_model, "revision": None}
@@ -209,11 +216,16 @@ def _write_card(folder: Path, hub_id: str, *, base_model: str | None, licence: s
 
 def _how_far(folder: Path) -> str:
     """Steps and metrics, where the folder is a step of a run."""
-    file = folder / "manifest.json"
-    facts = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    told = [f"{facts['step']} steps"] if facts.get("step") else []
-    told += [f"{name} {value:.4g}" for name, value in (facts.get("metrics") or {}).items()]
-    return f" ({', '.join(told)})" if told else ""
+    try:
+        facts = read_object(folder / "manifest.json")
+    except ModelError:
+        return ""  # there is none, or it is somebody else's
+    step, metrics = facts.get("step"), facts.get("metrics")
+    if not isinstance(step, int) or not isinstance(metrics, dict):
+        return ""
+    numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+    told = [f"{step} steps", *(f"{name} {value:.4g}" for name, value in numbers.items())]
+    return f" ({', '.join(told)})"
 
 
 def _loading(hub_id: str, *, adapter: bool) -> list[str]:

@@ -79,9 +79,21 @@ def test_a_missing_folder_is_an_error() -> None:
         model_facts("./nowhere")
 
 
-def test_a_broken_config_is_an_error_that_names_the_file(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"config\.json: can't be read as JSON"):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", r"can't be read as JSON \(Expecting"),
+        ("[" * 200_000, r"can't be read as JSON \(maximum recursion"),
+        ("[]", "isn't a JSON object"),
+    ],
+    ids=["cut", "too deep", "a list"],
+)
+@pytest.mark.parametrize("name", ["config.json", "adapter_config.json", "legato_source.json"])
+def test_a_broken_file_of_the_folder_is_an_error_that_names_it(
+    tmp_path: Path, name: str, text: str, message: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ModelError, match=rf"{name}: {message}"):
         model_facts(str(tmp_path))
 
 

@@ -148,7 +148,7 @@ def test_a_file_of_the_index_that_isnt_there_is_named(folder: Path) -> None:
     ("index", "message"),
     [
         ("{", "can't be read as JSON"),
-        ("[]", "has no weight_map"),
+        ("[]", "isn't a JSON object"),
         ('{"weight_map": {"a": 3}}', "has no weight_map"),
         ('{"weight_map": {}}', "names no file"),
         ('{"weight_map": {"a": "../../etc/passwd"}}', "lies outside of the folder"),

@@ -73,6 +73,12 @@ def test_the_card_says_what_it_is_and_how_to_load_it(step: Path) -> None:
     assert "license" not in metadata(plan_push(step, "me/mine").card)
 
 
+@pytest.mark.parametrize("manifest", ["{", "[]", '{"step": 7, "metrics": [1]}', '{"step": "7"}'])
+def test_a_manifest_of_somebody_elses_says_nothing(step: Path, manifest: str) -> None:
+    (step / "manifest.json").write_text(manifest)
+    assert b"trained with Legato." in as_sent(plan_push(step, "me/mine").files["README.md"])
+
+
 def test_a_card_that_lies_in_the_folder_is_kept(step: Path) -> None:
     (step / "README.md").write_text("mine")
     assert plan_push(step, "me/mine").card == "mine"
