@@ -9,12 +9,17 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from legato.checkpoint.digests import wrong_digest, wrong_header, wrong_size
-from legato.checkpoint.manifest import MANIFEST_NAME, TRAINER_FILE, FileEntry, parse_manifest
+from legato.checkpoint.manifest import (
+    MANIFEST_NAME,
+    PIN_NAME,
+    TRAINER_FILE,
+    FileEntry,
+    parse_manifest,
+)
 from legato.checkpoint.records import Committed, StepInfo
 from legato.errors import FolderFormatError
 from legato.storage import Storage
 
-PIN_NAME = ".pinned"
 STEP_NAME = re.compile(r"step_(0|[1-9][0-9]*)")
 
 _Check = Callable[[Storage, str, FileEntry], str | None]

@@ -24,17 +24,22 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from legato.checkpoint.inspection import PIN_NAME, STEP_NAME, inspect
-from legato.checkpoint.manifest import MANIFEST_NAME, STATE_FOLDER, Manifest, parse_manifest
+from legato.checkpoint.inspection import STEP_NAME, inspect
+from legato.checkpoint.manifest import (
+    AMENDED_NAME,
+    BEGUN_NAME,
+    MANIFEST_NAME,
+    PIN_NAME,
+    STATE_FOLDER,
+    Manifest,
+    parse_manifest,
+)
 from legato.checkpoint.records import Committed, StepInfo
 from legato.errors import CheckpointError, CheckpointExistsError, FolderFormatError
 from legato.storage import Storage
 
 logger = logging.getLogger(__name__)
 
-# In a step folder that is being written in place: what isn't complete there is ours to replace. It
-# holds the id of the run that writes.
-BEGUN_NAME = ".begun"
 POINTERS = ("latest", "best")
 
 _LEFTOVER = re.compile(
@@ -194,7 +199,7 @@ class RunFolder:
         if not self.storage.atomic_rename:
             self.storage.write_bytes(path, manifest.encode())  # a store replaces whole objects
             return
-        beside = f"{path}.new"
+        beside = posixpath.join(self.step_path(step), AMENDED_NAME)
         self.storage.write_bytes(beside, manifest.encode())
         self.storage.sync_file(beside)
         self.storage.rename(beside, path)
@@ -259,7 +264,7 @@ class RunFolder:
             if info.status == "torn" and self._was_begun_by(run_id, info.path):
                 logger.info("removing %s, which wasn't written to its end", info.path)
                 self._remove(info.path)
-            half_done = [f"{MANIFEST_NAME}.new"]
+            half_done = [AMENDED_NAME]
             if info.manifest and not info.manifest.has_state:
                 half_done.append(STATE_FOLDER)
             for name in half_done if info.is_complete else []:

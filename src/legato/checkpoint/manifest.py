@@ -41,6 +41,15 @@ from legato.errors import FolderFormatError
 
 FORMAT = 1
 MANIFEST_NAME = "manifest.json"
+PIN_NAME = ".pinned"
+"""A step that holds it is never pruned."""
+BEGUN_NAME = ".begun"
+"""In a step folder that is written in place: what isn't complete there is the run's to replace
+whose id it holds."""
+AMENDED_NAME = f"{MANIFEST_NAME}.new"
+"""A manifest that is about to replace the other one."""
+RESERVED_NAMES = frozenset({MANIFEST_NAME, PIN_NAME, BEGUN_NAME, AMENDED_NAME})
+"""Files of a step folder that mean something to whoever looks for steps."""
 STATE_FOLDER = "state"
 TRAINER_FILE = f"{STATE_FOLDER}/trainer.json"
 

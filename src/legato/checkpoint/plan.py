@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from legato.checkpoint.manifest import (
-    MANIFEST_NAME,
+    RESERVED_NAMES,
     STATE_FOLDER,
     TRAINER_FILE,
     Slice,
@@ -209,9 +209,9 @@ def small_files(
         CheckpointError: A name isn't a plain file name, or is taken; ``.name``. Or a part's state
             isn't JSON; ``.where``.
     """
-    reserved = {MANIFEST_NAME, *plan.small_files, *(file.name for file in plan.files)}
+    reserved = {*RESERVED_NAMES, *plan.small_files, *(file.name for file in plan.files)}
     for name in [*parts.model.files, *config]:
-        if name in reserved or "/" in name or name in ("", ".", "..") or name.startswith(".pin"):
+        if name in reserved or "/" in name or name in ("", ".", ".."):
             raise CheckpointError(f"a checkpoint can't hold a further file {name!r}", name=name)
     files = {**parts.model.files, **config, **plan.small_files}
     if with_state:

@@ -123,7 +123,7 @@ def verify(
 @app.command("pin")
 def pin(steps: _StepsArgument) -> None:
     """Keep a checkpoint whatever the run's keep_ keys say."""
-    from legato.checkpoint.inspection import PIN_NAME
+    from legato.checkpoint.manifest import PIN_NAME
     from legato.errors import CheckpointTornError
 
     for path in steps:
@@ -137,7 +137,7 @@ def pin(steps: _StepsArgument) -> None:
 @app.command("unpin")
 def unpin(steps: _StepsArgument) -> None:
     """Let the run's keep_ keys decide again."""
-    from legato.checkpoint.inspection import PIN_NAME
+    from legato.checkpoint.manifest import PIN_NAME
 
     for path in steps:
         folder, info = _open_step(path)

@@ -96,7 +96,7 @@ def by_kind(**kinds: type | tuple[type, ...]) -> Discriminator:
     """Choose the branch of a union by the value's type, so that one mistake gives one error.
 
     Tags are written ``<kind>`` and are taken out of the error's path again (see
-    :mod:`legato.config.problems`). The last kind takes what no other does.
+    :mod:`legato.config.explain`). The last kind takes what no other does.
     """
     last = list(kinds)[-1]
 

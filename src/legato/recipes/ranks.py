@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -148,9 +149,12 @@ def check_shared_storage(output_dir: str, *, world: World) -> None:
             place.write_text(token)
 
     world.on_every_rank(write if world.is_main else lambda: None)
-    seen = world.gather([host, place.is_file() and place.read_text() == token])
-    if world.is_main:
-        place.unlink()
+    try:
+        seen = world.gather([host, _sees(place, token)])
+    finally:
+        if world.is_main:
+            with contextlib.suppress(OSError):  # empty, hidden and of a name of its own
+                place.unlink()
     blind = [(rank, where) for rank, (where, sees) in enumerate(seen) if not sees]
     if blind:
         rank, where = blind[0]
@@ -160,3 +164,11 @@ def check_shared_storage(output_dir: str, *, world: World) -> None:
             "hosts mount: every rank writes its part of a checkpoint there. Is there none? "
             "shared_storage: false sends all parts to rank 0's host."
         )
+
+
+def _sees(place: Path, token: str) -> bool:
+    """Whether the file is there; one that can't be read isn't, and no rank waits for this one."""
+    try:
+        return place.read_text() == token
+    except (OSError, UnicodeDecodeError):
+        return False

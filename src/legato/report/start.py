@@ -43,7 +43,6 @@ class StartFacts:
         gradient_accumulation_steps: Micro-batches per step.
         save_when: When checkpoints are taken, in words; empty for "at the end only".
         checkpoint_bytes: Size of one checkpoint.
-        staging_bytes: Host memory that this rank's staged copy takes; None when nothing is staged.
         output_dir: Where the run writes.
         free_bytes: Free disk at ``output_dir``; None where the storage can't tell.
         resumes_from: Folder that the run continues from; None for a fresh start.
@@ -81,7 +80,6 @@ class StartFacts:
     gradient_accumulation_steps: int
     save_when: str
     checkpoint_bytes: int
-    staging_bytes: int | None = None
     output_dir: str
     free_bytes: int | None
     resumes_from: str | None = None
@@ -221,10 +219,7 @@ def _length(facts: StartFacts) -> str:
 
 def _checkpoints(facts: StartFacts) -> str:
     when = f"{facts.save_when}, and at the end" if facts.save_when else "at the end"
-    text = f"{human_bytes(facts.checkpoint_bytes)} each, {when}"
-    if facts.staging_bytes is not None:
-        text += f"; staged in {human_bytes(facts.staging_bytes)} of memory"
-    return text
+    return f"{human_bytes(facts.checkpoint_bytes)} each, {when}"
 
 
 def _output(facts: StartFacts) -> str:

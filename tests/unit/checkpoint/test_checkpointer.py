@@ -558,6 +558,8 @@ def test_options_that_mean_nothing_are_refused(tmp_path: Path) -> None:
             "the optimizer holds 2 tensors without a name",
         ),
         ({"model": ModelPart(tensors={}, files={"a/b": b""})}, "can't hold a further file 'a/b'"),
+        ({"model": ModelPart(tensors={}, files={".begun": b""})}, "a further file '.begun'"),
+        ({"model": ModelPart(tensors={}, files={".pinned": b""})}, "a further file '.pinned'"),
         (
             {"model": ModelPart(tensors={}, files={"manifest.json": b""})},
             "can't hold a further file",

@@ -29,7 +29,6 @@ FULL = StartFacts(
     gradient_accumulation_steps=1,
     save_when="every 8 steps",
     checkpoint_bytes=1_880_000_000,
-    staging_bytes=1_610_000_000,
     output_dir="out/demo",
     free_bytes=78_000_000_000,
 )
@@ -45,7 +44,7 @@ def test_the_block_of_a_fresh_full_run_reads_like_this() -> None:
         "data          960 samples, 58.0k tokens, 50 % of them trained\n"
         "batch         16 sequences a step (16 a micro-batch)\n"
         "length        24 steps (60 an epoch, 1 epoch asked for)\n"
-        "checkpoints   1.88 GB each, every 8 steps, and at the end; staged in 1.61 GB of memory\n"
+        "checkpoints   1.88 GB each, every 8 steps, and at the end\n"
         "output        out/demo (78.0 GB free)\n"
         "starts from   the model as it is, step 1"
     )
@@ -81,7 +80,6 @@ def test_the_block_of_a_resumed_lora_run_on_four_gpus_reads_like_this() -> None:
         batch_size=8,
         gradient_accumulation_steps=2,
         save_when="",
-        staging_bytes=None,
         free_bytes=None,
         resumes_from="out/demo/step_8",
         resume_step=8,
