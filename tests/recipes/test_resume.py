@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers.runs import (
     RECIPES,
@@ -105,9 +106,15 @@ def test_more_steps_go_on_and_say_what_the_learning_rate_does(
         tmp_path, model=tiny_model_dir, recipe=recipe, epochs=None, lr_scheduler={"name": "linear"}
     )
     assert legato("run", "--config", config, "max_steps=4") == 0
-    capsys.readouterr()
-    assert legato("run", "--config", config, "max_steps=6") == 0
+    assert "num_threads" not in capsys.readouterr().err
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        assert legato("run", "--config", config, "max_steps=6") == 0
+    finally:
+        torch.set_num_threads(threads)
     said = " ".join(capsys.readouterr().err.split())
+    assert f"num_threads was {threads}, is {threads + 1}: the run goes on" in said
     # peak 5e-3, linear: step 5 of 4 is past the end; of 6 it has 2 of 6 left.
     assert "lr at step 5: was 0, now 0.00167" in said
     assert steps_in(tmp_path / "out") == [4, 6]

@@ -342,7 +342,8 @@ def adapter_file_keys(model: PeftModel) -> tuple[dict[str, str], dict[str, str]]
     if lost:
         raise ModelError(
             f"{len(lost)} trainable tensors have no place in PEFT's adapter file, such as "
-            f"{', '.join(lost[:3])}. They would be trained and then lost.",
+            f"{', '.join(lost[:3])}. They would be trained and then lost: take what they belong to "
+            "out of lora_target_modules and lora_modules_to_save.",
             names=lost,
         )
     keys = {name: keys_of[id(tensor)][0] for name, tensor in names.items()}

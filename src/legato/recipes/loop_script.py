@@ -28,7 +28,7 @@ from legato.recipes.plan import (
     read_state,
 )
 from legato.recipes.runs import open_checkpointer
-from legato.train.state import TrainState
+from legato.train.state import TrainState, process_facts
 from legato.train.step import train_step
 
 logger = logging.getLogger("legato.script")
@@ -54,7 +54,9 @@ def main(config_file: str, *overrides: str) -> None:
     with open_checkpointer(
         config, config_name=loaded.name, config_yaml=loaded.yaml, start_over=False, world=world
     ) as checkpointer:
-        state = TrainState(facts={"start_date": date.today().isoformat()})
+        state = TrainState(
+            facts={"start_date": date.today().isoformat()}, process=process_facts(world.device)
+        )
         if checkpointer.source is not None:
             state.load_state_dict(read_state(checkpointer, checkpointer.source))
             check_changes(state, config, world_size=1, accept=False)

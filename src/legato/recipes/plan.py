@@ -117,6 +117,25 @@ def check_changes(state: TrainState, config: RunConfig, *, world_size: int, acce
     )
 
 
+def say_new_process(before: Mapping[str, Any], state: TrainState) -> None:
+    """Say what computes now and didn't, where a resumed run's bits depend on it.
+
+    Args:
+        before: ``process`` of the checkpoint; what isn't known there isn't compared.
+        state: This process's.
+    """
+    changes = [
+        f"{name} was {before[name]}, is {now}"
+        for name, now in state.process.items()
+        if before.get(name, now) != now
+    ]
+    if changes:
+        logger.info(
+            "%s: the run goes on from the same values, and may compute other last bits",
+            "; ".join(changes),
+        )
+
+
 def plan_total_steps(config: RunConfig, steps_per_epoch: int | None) -> int:
     """Whichever of ``epochs`` and ``max_steps`` comes first, in optimizer steps; None: a stream."""
     if config.epochs is None or steps_per_epoch is None:

@@ -36,6 +36,7 @@ from legato.recipes.plan import (
     plan_total_steps,
     rate_of,
     read_state,
+    say_new_process,
     say_new_rate,
 )
 from legato.recipes.policies import keep_policy, save_policy, step_set
@@ -49,7 +50,7 @@ from legato.report.metrics import MetricsLog
 from legato.report.progress import Progress
 from legato.report.report import RunReport, SilentReport
 from legato.report.start import StartFacts
-from legato.train.state import TrainState
+from legato.train.state import TrainState, process_facts
 from legato.train.trainer import Intervals, Reporter, Trainer
 
 logger = logging.getLogger(__name__)
@@ -139,9 +140,14 @@ def _run(
     accept_changes: bool,
     world: World,
 ) -> RunResult:
-    state = TrainState(facts={"start_date": world.control.broadcast(date.today().isoformat())})
+    state = TrainState(
+        facts={"start_date": world.control.broadcast(date.today().isoformat())},
+        process=process_facts(world.device),
+    )
     if checkpointer.source is not None:
-        state.load_state_dict(read_state(checkpointer, checkpointer.source))
+        stored = read_state(checkpointer, checkpointer.source)
+        state.load_state_dict(stored)
+        say_new_process(stored.get("process", {}), state)
         check_changes(state, config, world_size=world.world_size, accept=accept_changes)
     rows = plan_global_batch(config, state.facts, world_size=world.world_size)
     with open_run_data(config, state, global_batch_size=rows, world=world) as data:

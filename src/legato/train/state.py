@@ -39,6 +39,8 @@ class TrainState:
             before training.
         facts: What belongs to the run and not to the process: seed, global batch, schedule,
             start date (templates with a date keep the first start's), config.
+        process: What computes, as :func:`process_facts` says it. Stored, and not taken over from a
+            checkpoint: it is this process's.
     """
 
     step: int = 0
@@ -49,6 +51,7 @@ class TrainState:
     best: BestMetric | None = None
     data_place: dict[str, Any] | None = None
     facts: dict[str, Any] = field(default_factory=dict)
+    process: dict[str, Any] = field(default_factory=dict)
 
     @property
     def window_train_loss(self) -> float | None:
@@ -88,7 +91,7 @@ class TrainState:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values only."""
-        return asdict(self) | {"process": process_facts()}
+        return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over counters and facts of a checkpoint.
@@ -115,10 +118,21 @@ class TrainState:
             ) from error
 
 
-def process_facts() -> dict[str, Any]:
-    """What must be equal for a resumed run to be bit-exact, besides the run's own facts."""
-    return {
+def process_facts(device: torch.device) -> dict[str, Any]:
+    """What must be equal for a resumed run to be bit-exact, besides the run's own facts.
+
+    Args:
+        device: Where the run computes.
+
+    Returns:
+        Versions, the kind of device (a GPU's name) and, on a CPU, the number of threads.
+    """
+    is_cuda = device.type == "cuda"
+    facts: dict[str, Any] = {
         "torch": str(torch.__version__),
         "python": platform.python_version(),
-        "num_threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if is_cuda else device.type,
     }
+    if device.type == "cpu":
+        facts["num_threads"] = torch.get_num_threads()
+    return facts
