@@ -175,6 +175,11 @@ class MissingDependencyError(LegatoError, ImportError):
         return cls(f'{key} needs torchao 0.18 or newer; {found}: pip install "legato[quant]"')
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its kind: torch appends C++ stacks, others nothing."""
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 class StopRequested(BaseException):
     """A signal asked the run to stop; raised after the checkpoint is on disk.
 

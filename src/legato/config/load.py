@@ -31,7 +31,7 @@ from legato.config.explain import problems_of, unknown_key_advice
 from legato.config.rules import Problem, dotted
 from legato.config.schema import RunConfig
 from legato.config.source import Layer, Override, Path, index_or_name, read_override, read_yaml
-from legato.errors import ConfigError
+from legato.errors import ConfigError, first_line
 
 COMMAND_LINE = "command line"
 NO_IMPORTS = "a config can't name Python code to import"
@@ -228,7 +228,7 @@ def _apply(values: DictConfig, arguments: Sequence[str], origins: Origins) -> li
                 _remove(values, override) if override.remove else _set(values, override, origins)
             )
         except OmegaConfBaseException as error:
-            problem = Problem((), f"{override.argument}: {_first_line(error)}")
+            problem = Problem((), f"{override.argument}: {first_line(error)}")
         if problem is not None:
             layer.problems.append(problem)
         origins.overridden(override.path)
@@ -296,7 +296,7 @@ def _with_references(data: dict[str, Any]) -> tuple[DictConfig, list[Problem]]:
             return OmegaConf.create(data), problems
         except OmegaConfBaseException as error:
             path = _path_of(str(error.full_key))
-            problems.append(Problem(path, f"not a reference to a key: {_first_line(error)}"))
+            problems.append(Problem(path, f"not a reference to a key: {first_line(error)}"))
             data = {name: value for name, value in data.items() if name != str(path[0])}
 
 
@@ -309,12 +309,8 @@ def _resolve(values: DictConfig) -> tuple[dict[str, Any], list[Problem]]:
             return resolved, problems
         except OmegaConfBaseException as error:
             path = _path_of(str(error.full_key))
-            problems.append(Problem(path, _first_line(error)))
+            problems.append(Problem(path, first_line(error)))
             del values[str(path[0])]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
 
 
 def _path_of(full_key: str) -> Path:

@@ -21,7 +21,7 @@ from torch._compile import _disable_dynamo
 from torch.nn import functional as F
 
 from legato.config.rules import MOST_MASKED_TOKENS
-from legato.errors import UnsupportedModelError
+from legato.errors import UnsupportedModelError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -286,7 +286,7 @@ def _try(causal: Any, decode: Callable[..., Tensor], implementation: str) -> str
         causal.set_attn_implementation(implementation)
         difference, tolerance = packing_difference(causal, decode, apart=apart)
     except (NotImplementedError, RuntimeError, ValueError, TypeError, ImportError) as error:
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
     else:
         if difference <= tolerance:
             return None

@@ -20,12 +20,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import psutil
 
-from legato.errors import RunFailedError, StopRequested, UsageError, WorldError
+from legato.errors import RunFailedError, StopRequested, UsageError, WorldError, first_line
+from legato.parallel.handlers import handlers_taken
 from legato.parallel.hosts import HostWatch, end_process, waiting_text
+from legato.parallel.placement import is_port_in_use
 from legato.parallel.reports import (
     FOLDER_VARIABLE,
     Death,
@@ -284,26 +285,22 @@ class _Signals:
         self._folder = folder
         self._shutdown_seconds = shutdown_seconds
         self._timer: threading.Timer | None = None
-        self._old_handlers: dict[int, Any] = {}
+        self._taken = contextlib.ExitStack()
 
     def __enter__(self) -> _Signals:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in (
-                (signal.SIGTERM, self._on_stop),
-                (signal.SIGHUP, self._on_stop),
-                (signal.SIGINT, self._on_stop),
-                (signal.SIGUSR1, self._on_save),
-            ):
-                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                    continue
-                self._old_handlers[number] = signal.signal(number, handler)
+        handlers = {
+            signal.SIGTERM: self._on_stop,
+            signal.SIGHUP: self._on_stop,
+            signal.SIGINT: self._on_stop,
+            signal.SIGUSR1: self._on_save,
+        }
+        self._taken.enter_context(handlers_taken(handlers))
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        for number, handler in self._old_handlers.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._taken.close()
 
     def kill_workers(self) -> None:
         """Leave nobody behind."""
@@ -349,13 +346,12 @@ def _send(workers: Sequence[psutil.Process], number: int) -> None:
 
 
 def _cannot_launch(plan: LaunchPlan, error: Exception) -> WorldError:
-    first_line = next((line for line in str(error).splitlines() if line), type(error).__name__)
-    if "EADDRINUSE" in str(error) or "in use" in str(error):
+    if is_port_in_use(error):
         return WorldError(
             f"port {plan.arguments.master_port} is in use, by another run perhaps. Choose another "
             "one with --master-port; on one host leave it out, and a free one is taken."
         )
-    return WorldError(f"the processes can't be launched: {first_line}")
+    return WorldError(f"the processes can't be launched: {first_line(error)}")
 
 
 def _conclude(

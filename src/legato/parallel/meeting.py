@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from legato.errors import PeerLostError, WorldError
-from legato.parallel.placement import Placement
+from legato.errors import PeerLostError, WorldError, first_line
+from legato.parallel.placement import Placement, is_port_in_use
 
 logger = logging.getLogger(__name__)
 
@@ -165,11 +165,6 @@ def _say_waiting(placement: Placement, whom: str, waited: float) -> None:
     )
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text: torch appends C++ stacks."""
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
 def _ranks(ranks: list[int]) -> str:
     """``rank 3``, ``ranks 1, 2, 5``; the first ten of many."""
     named = ", ".join(map(str, ranks[:10]))
@@ -186,7 +181,7 @@ def _heard(rank: int) -> str:
 
 
 def _cannot_meet(placement: Placement, error: Exception) -> WorldError:
-    if "EADDRINUSE" in str(error) or "in use" in str(error):
+    if is_port_in_use(error):
         return WorldError(
             f"port {placement.port} on {placement.address} is in use. Choose another one: "
             "--master-port for legato run and torchrun, MASTER_PORT elsewhere.",

@@ -102,6 +102,11 @@ def _from_slurm(environment: Mapping[str, str]) -> Placement:
     )
 
 
+def is_port_in_use(error: Exception) -> bool:
+    """Whether torch says that somebody else listens at the port where the processes are to meet."""
+    return "EADDRINUSE" in str(error) or "in use" in str(error)
+
+
 def first_host(nodes: str) -> str:
     """The first name of a Slurm list of nodes: ``gpu[07-09,12],cpu1`` -> ``gpu07``."""
     match = re.match(r"([^\[,]*)(?:\[([^\],-]+)[^\]]*\])?([^,]*)", nodes)

@@ -19,8 +19,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from legato.errors import ConfigError, PeerLostError
-from legato.parallel.meeting import first_line, init_process_group, meet
+from legato.errors import ConfigError, PeerLostError, first_line
+from legato.parallel.meeting import init_process_group, meet
 from legato.parallel.peers import Peers
 from legato.parallel.placement import Placement, find_placement
 

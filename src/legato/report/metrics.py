@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 _BEGINNING = b'{"event": "'  # of every line
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 EventName = Literal[
     "start", "resume", "step", "eval", "sample", "save", "save_failed", "stop", "end"
@@ -90,23 +90,23 @@ class MetricsLog:
         record = {"event": event, "time": self._clock()} | _json_fields(fields)
         line = json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         self._append(line)
-        for logger in list(self._loggers):
+        for each in list(self._loggers):
             try:
-                logger.log(event, fields)
+                each.log(event, fields)
             except Exception as error:  # somebody else's service, any error of it
-                self._loggers.remove(logger)
-                _log.warning("%s gets no more metrics of this run: %s", logger.name, error)
+                self._loggers.remove(each)
+                logger.warning("%s gets no more metrics of this run: %s", each.name, error)
 
     def close(self) -> None:
         """Close the file and the loggers; a second call does nothing."""
         self._file.close()
         loggers, self._loggers = self._loggers, []
-        for logger in loggers:
+        for each in loggers:
             try:
-                logger.close()
+                each.close()
             except Exception as error:
-                _log.warning(
-                    "%s: closing failed, its last metrics may be lost: %s", logger.name, error
+                logger.warning(
+                    "%s: closing failed, its last metrics may be lost: %s", each.name, error
                 )
 
     def _open(self) -> None:
@@ -129,7 +129,7 @@ class MetricsLog:
                 return
         if not self._is_ours():
             return
-        _log.warning("%s has gone: metrics go on in a new file, without those before", self.path)
+        logger.warning("%s has gone: metrics go on in a new file, without those before", self.path)
         gone = self._file
         self._open()
         gone.close()
@@ -144,7 +144,7 @@ class MetricsLog:
             self._drop_part()
             if not self._is_failure_said:
                 self._is_failure_said = True
-                _log.warning("%s: metrics are being lost: %s", self.path, error)
+                logger.warning("%s: metrics are being lost: %s", self.path, error)
         else:
             self._end += len(line)
             self._is_failure_said = False
@@ -154,7 +154,7 @@ class MetricsLog:
         try:
             self._file.truncate(self._end)
         except OSError:
-            _log.debug("%s can't be cut to its last whole line", self.path)
+            logger.debug("%s can't be cut to its last whole line", self.path)
 
 
 def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:

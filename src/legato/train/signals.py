@@ -10,19 +10,19 @@ a file ``output_dir/SAVE``     save and go on; the file is removed
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
 
+from legato.parallel.handlers import handlers_taken
 from legato.parallel.terminal import leave_closed_terminal
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 TRIGGER_FILE = "SAVE"
 
@@ -61,7 +61,7 @@ class StopSignals:
         agree: Callable[[Sequence[float]], list[float]] | None = None,
     ) -> None:
         self._trigger = None if output_dir is None else Path(output_dir) / TRIGGER_FILE
-        self._old_handlers: dict[int, Any] = {}
+        self._taken = contextlib.ExitStack()
         self._save = False
         self._stop: int | None = None
         self._agree = agree or list
@@ -69,16 +69,13 @@ class StopSignals:
         self._num_interrupts = 0
 
     def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in (
-                (signal.SIGTERM, self._on_stop),
-                (signal.SIGHUP, self._on_hangup),
-                (signal.SIGINT, self._on_interrupt),
-                (signal.SIGUSR1, self._on_save),
-            ):
-                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                    continue  # nohup: the run is to outlive its terminal
-                self._old_handlers[number] = signal.signal(number, handler)
+        handlers = {
+            signal.SIGTERM: self._on_stop,
+            signal.SIGHUP: self._on_hangup,
+            signal.SIGINT: self._on_interrupt,
+            signal.SIGUSR1: self._on_save,
+        }
+        self._taken.enter_context(handlers_taken(handlers))
         return self
 
     def __exit__(
@@ -87,10 +84,7 @@ class StopSignals:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for number, handler in self._old_handlers.items():
-            # None: a handler that wasn't set from Python; the default is the nearest that can be.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._old_handlers.clear()
+        self._taken.close()
 
     def poll(self) -> Request:
         """Collective: take what was asked for. A stop stays asked for, a save is answered once.
@@ -105,7 +99,7 @@ class StopSignals:
         wants_save, stop = map(int, self._agree([float(save), float(self._stop or 0)]))
         if stop and not self._is_stop_said:
             self._is_stop_said = True
-            _log.warning(
+            logger.warning(
                 "%s: saving a checkpoint, then stopping; a second Ctrl-C stops at once",
                 signal.Signals(stop).name,
             )
@@ -143,7 +137,7 @@ class StopSignals:
             return False  # another rank of this host was quicker
         except OSError as error:
             # One that can't be removed would ask again at every step.
-            _log.warning(
+            logger.warning(
                 "%s can't be removed (%s): it is answered once and not looked at again",
                 self._trigger,
                 error,
