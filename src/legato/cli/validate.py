@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,10 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from legato.cli.arguments import ConfigOption, ConfigWords
-
-# What legato.data.sources takes for a file or for a name on the hub; importing it would load torch.
-FILE_ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zst")
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
+from legato.config.names import COMPRESSIONS, FILE_KINDS, HUB_NAME, PACKAGED_TEMPLATES
 
 CHECKED = (
     "checked: keys, values, combinations, and that paths are there. Data and model weren't read: "
@@ -111,7 +107,7 @@ def _data_problems(loaded: LoadedConfig) -> Iterator[Problem]:
                 if not glob.glob(place, recursive=True):
                     message = f"no file matches {dataset.path}"
                     yield Problem((key, index, "path"), message + _looked_for(place))
-            elif place.endswith(FILE_ENDINGS) or not HUB_NAME.fullmatch(place):
+            elif place.endswith(FILE_KINDS + COMPRESSIONS) or not HUB_NAME.fullmatch(place):
                 message = f"{dataset.path}: no such file or folder"
                 yield Problem((key, index, "path"), message + _looked_for(place))
 
@@ -128,9 +124,11 @@ def _path_problems(loaded: LoadedConfig) -> Iterator[Problem]:
 
     config = loaded.config
     template = Path(config.chat_template).expanduser()
-    if config.chat_template not in ("auto", "alpaca", "chatml") and not template.is_file():
+    names = ("auto", *PACKAGED_TEMPLATES)
+    if config.chat_template not in names and not template.is_file():
         yield Problem(
-            ("chat_template",), f"{config.chat_template}: expected auto, alpaca, chatml or a file"
+            ("chat_template",),
+            f"{config.chat_template}: expected {', '.join(names)} or a file",
         )
     source = config.resume_from_checkpoint
     # Without a shared disk it lies on rank 0's host, and this may be another one.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from legato.config.formats import UNREAD
+from legato.config.names import PACKAGED_TEMPLATES
 from legato.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ ONLY_WITH = (
     OnlyWith(
         ("chat_template_kwargs",),
         ("chat_template",),
-        lambda c: c.chat_template not in ("alpaca", "chatml"),
+        lambda c: c.chat_template not in PACKAGED_TEMPLATES,
         "the packaged templates read no variables",
     ),
     OnlyWith(

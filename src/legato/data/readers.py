@@ -11,11 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from legato.config.names import COMPRESSIONS, FILE_KINDS
 from legato.data.rows import BadRow, Row, Skip
 from legato.errors import DataError
-
-FILE_KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
-COMPRESSIONS = (".gz", ".zst")
 
 # Far more than any format has, and far less than what reading, pickling or a template breaks at.
 MOST_LEVELS = 100

@@ -13,22 +13,17 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
-from legato.data.readers import COMPRESSIONS, FILE_KINDS, kind_of, read_file
+from legato.config.names import COMPRESSIONS, FILE_KINDS, HUB_NAME
+from legato.data.readers import kind_of, read_file
 from legato.data.rows import BadRow, Row, Skip
 from legato.errors import DataError, MissingDependencyError
 
 __all__ = [
-    "COMPRESSIONS",
-    "FILE_KINDS",
-    "HUB_NAME",
     "BadRow",
     "Row",
     "local_files",
     "read_rows",
 ]
-
-# "owner/name" or "name", and a subset after a colon: openai/gsm8k:main
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 
 
 def read_rows(

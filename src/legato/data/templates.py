@@ -13,9 +13,9 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from legato.config.names import PACKAGED_TEMPLATES
 from legato.errors import ConfigError
 
-PACKAGED = ("alpaca", "chatml")
 GENERATION_TAG = re.compile(r"{%-?\s*generation\s*-?%}")
 DATE_CALL = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
@@ -118,7 +118,7 @@ def stop_ids(
 def _find(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, str]:
     if template == "auto" and tokenizer.chat_template:
         return str(tokenizer.get_chat_template()), ""
-    if template in ("auto", *PACKAGED):
+    if template in ("auto", *PACKAGED_TEMPLATES):
         name = "alpaca" if template == "auto" else template
         why = " (the tokenizer has none of its own)" if template == "auto" else ""
         return _packaged(tokenizer, name), f"chat template: the packaged {name}{why}"
@@ -126,7 +126,7 @@ def _find(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, str]:
     if not path.is_file():
         raise ConfigError(
             f"chat_template: {template}: no such file. "
-            f"Expected auto, {', '.join(PACKAGED)} or a Jinja file."
+            f"Expected auto, {', '.join(PACKAGED_TEMPLATES)} or a Jinja file."
         )
     try:
         return path.read_text("utf-8"), f"chat template: {path}"

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from legato.cli import validate
 from legato.cli.arguments import read_config, split_words
 from legato.cli.main import main
 from legato.errors import ConfigError, UsageError
@@ -157,13 +156,6 @@ def test_validate_imports_no_torch(tiny_model_dir: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-
-
-def test_what_counts_as_a_file_is_what_the_data_readers_say() -> None:
-    from legato.data import sources
-
-    assert set(validate.FILE_ENDINGS) == {*sources.FILE_KINDS, *sources.COMPRESSIONS}
-    assert validate.HUB_NAME.pattern == sources.HUB_NAME.pattern
 
 
 def test_words_are_a_recipe_and_overrides() -> None:
