@@ -13,18 +13,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 Metrics = Mapping[str, float]
 """Metrics of one step by name, e.g. ``{"eval_loss": 1.25}``."""
-
-
-class StepPolicy(Protocol):
-    """Which steps something happens at: saving, evaluating and logging take the same values."""
-
-    def due(self, step: int) -> bool:
-        """Whether ``step`` is one of them."""
-        ...
 
 
 @dataclass(frozen=True)

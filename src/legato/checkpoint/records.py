@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from legato.checkpoint.manifest import Manifest
 from legato.errors import CheckpointError, CheckpointWriteError
@@ -217,12 +217,12 @@ class PendingSave:
         )
 
 
-def as_write_error(error: BaseException, *, step: int, **facts: Any) -> CheckpointError:
+def as_write_error(error: BaseException, *, step: int) -> CheckpointError:
     """``error`` as one of Legato's own, chained to the cause."""
     if isinstance(error, CheckpointError):
         return error
     wrapped = CheckpointWriteError(
-        f"step {step} could not be saved: {error or type(error).__name__}", step=step, **facts
+        f"step {step} could not be saved: {error or type(error).__name__}", step=step
     )
     wrapped.__cause__ = error
     return wrapped

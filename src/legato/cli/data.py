@@ -74,7 +74,7 @@ def _facts(
 ) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from legato.data.show import decode_segments
+    from legato.data.show import decode_runs
 
     reports = samples.train.report
     held_out = samples.held_out.report.datasets if samples.held_out is not None else ()
@@ -91,7 +91,7 @@ def _facts(
                 "sample_id": sample.sample_id,
                 "num_tokens": len(sample.input_ids),
                 "num_loss_tokens": sample.num_loss_tokens,
-                "segments": [asdict(s) for s in decode_segments(sample, samples.tokenizer)],
+                "segments": [asdict(s) for s in decode_runs(sample, samples.tokenizer)],
             }
             for sample in shown
         ],

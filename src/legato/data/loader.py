@@ -102,15 +102,6 @@ class Loader:
         """The epoch, from 0, that ``step`` (from 1) belongs to."""
         return (step - 1) // self.steps_per_epoch if self.steps_per_epoch else 0
 
-    def rows_seen(self, step: int) -> int:
-        """Rows consumed by all ranks after ``step`` steps; 0 after none."""
-        if self.steps_per_epoch == 0:
-            return 0
-        epochs, steps = divmod(step, self.steps_per_epoch)
-        return epochs * self.rows_per_epoch + min(
-            steps * self.global_batch_size, self.rows_per_epoch
-        )
-
     def step_rows(self, step: int) -> list[int]:
         """Indices into the data of the rows of ``step`` (from 1), over all ranks: f(seed, step)."""
         first = ((step - 1) % self.steps_per_epoch) * self.global_batch_size

@@ -12,14 +12,14 @@ from legato.data.samples import Sample
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class DecodedRun:
     """Tokens in a row that are all trained, or all not, as text."""
 
     text: str
     is_trained: bool
 
 
-def decode_segments(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[Segment]:
+def decode_runs(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[DecodedRun]:
     """Decode a sample in runs of trained and untrained tokens.
 
     Args:
@@ -29,15 +29,15 @@ def decode_segments(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[
     Returns:
         The runs, in order.
     """
-    segments: list[Segment] = []
+    runs: list[DecodedRun] = []
     position = 0
-    for is_trained, run in itertools.groupby(sample.trained.tolist()):
-        length = len(list(run))
+    for is_trained, tokens in itertools.groupby(sample.trained.tolist()):
+        length = len(list(tokens))
         ids = sample.input_ids[position : position + length].tolist()
         position += length
         text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        segments.append(Segment(text, bool(is_trained)))
-    return segments
+        runs.append(DecodedRun(text, bool(is_trained)))
+    return runs
 
 
 def marked_sample(
@@ -54,7 +54,7 @@ def marked_sample(
         Text for a rich console.
     """
     text = Text()
-    for segment in decode_segments(sample, tokenizer):
-        shown = f"[[{segment.text}]]" if segment.is_trained and brackets else segment.text
-        text.append(shown, style="bold green" if segment.is_trained else "dim")
+    for run in decode_runs(sample, tokenizer):
+        shown = f"[[{run.text}]]" if run.is_trained and brackets else run.text
+        text.append(shown, style="bold green" if run.is_trained else "dim")
     return text

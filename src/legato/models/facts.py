@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from legato.errors import ModelNotFoundError
@@ -21,34 +20,25 @@ class ModelFacts:
     """Facts of one model.
 
     Attributes:
-        path: The folder.
-        architecture: Class name in transformers, e.g. ``LlamaForCausalLM``.
         model_type: transformers' family name, e.g. ``llama``.
         max_positions: Longest sequence in tokens that the model was made for, where it says so.
         vocab_size: Rows of the embedding.
-        tied: Whether the head shares the embedding's weight; None where the family's default holds.
-        num_layers: Decoder layers.
         dtype: The files' dtype as the config names it, e.g. ``bfloat16``.
         unsupported: Why Legato can't train this family; None where nothing speaks against it.
     """
 
-    path: Path
-    architecture: str
     model_type: str
     max_positions: int | None
     vocab_size: int | None
-    tied: bool | None
-    num_layers: int | None
     dtype: str | None
     unsupported: str | None
 
 
-def model_facts(name_or_path: str, *, revision: str | None = None) -> ModelFacts | None:
+def model_facts(name_or_path: str) -> ModelFacts | None:
     """Read config.json of a local or cached model; imports no torch, downloads nothing.
 
     Args:
         name_or_path: A folder or a hub id.
-        revision: A hub branch, tag or commit; only for hub ids.
 
     Returns:
         The facts, or None for a hub id that isn't on this machine yet.
@@ -58,24 +48,19 @@ def model_facts(name_or_path: str, *, revision: str | None = None) -> ModelFacts
         ModelError: A broken config.json, or an adapter folder.
     """
     try:
-        folder = find_model(name_or_path, revision=revision, local_only=True)
+        folder = find_model(name_or_path, local_only=True)
     except ModelNotFoundError as error:
         # A hub id may still be downloaded by the run; a path that isn't there is an error now.
         if error.__cause__ is not None:
             return None
         raise
     config = read_config(folder.path)
-    architectures = config.get("architectures") or ["unknown"]
     # Vision-language configs keep the language model's facts one level down.
     text = {**config, **(config.get("text_config") or {})}
     return ModelFacts(
-        path=folder.path,
-        architecture=str(architectures[0]),
         model_type=str(config.get("model_type", "unknown")),
         max_positions=_first_int(text, "max_position_embeddings", "n_positions", "max_seq_len"),
         vocab_size=_first_int(text, "vocab_size"),
-        tied=text.get("tie_word_embeddings"),
-        num_layers=_first_int(text, "num_hidden_layers", "n_layer"),
         dtype=text.get("dtype") or text.get("torch_dtype"),
         unsupported=_unsupported(config),
     )

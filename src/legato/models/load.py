@@ -11,7 +11,7 @@ import torch
 
 from legato.errors import ConfigError, MissingDependencyError, ModelError, UnsupportedModelError
 from legato.hf_folder import FolderReader
-from legato.models.facts import ModelFacts, model_facts
+from legato.models.facts import model_facts
 from legato.models.folder import ModelFolder, find_model, read_config, weight_files
 from legato.models.head import split_head
 from legato.models.meta import MetaModel, parameters_on_meta, report_differences
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "ModelFacts",
     "build_empty_model",
     "find_model",
     "load_meta_model",
@@ -47,7 +46,6 @@ def load_model(
     device: torch.device | str = "cpu",
     attention: str = "auto",
     trust_remote_code: bool = False,
-    revision: str | None = None,
 ) -> PreTrainedModel:
     """Load a causal language model for training.
 
@@ -60,7 +58,6 @@ def load_model(
         attention: ``auto`` (sdpa where the family has it), ``sdpa``, ``eager``, ``flex``,
             ``flash``, or ``varlen`` (as auto, until ``settle_packing``).
         trust_remote_code: Run code that lies in the model's folder.
-        revision: A hub branch, tag or commit; only for hub ids.
 
     Returns:
         The model in training mode, with its cache switched off.
@@ -77,7 +74,7 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     silence_known_noise()
-    folder = find_model(str(name_or_path), revision=revision)
+    folder = find_model(str(name_or_path))
     config = _load_config(folder, trust_remote_code=trust_remote_code)
     weight_files(folder.path)
     _check_file_keys(config, path=folder.path, trust_remote_code=trust_remote_code)
@@ -108,7 +105,6 @@ def load_meta_model(
     device: torch.device | str = "cpu",
     attention: str = "auto",
     trust_remote_code: bool = False,
-    revision: str | None = None,
 ) -> MetaModel:
     """The model that :func:`load_model` loads, without its weights: each rank reads its part later.
 
@@ -118,7 +114,6 @@ def load_meta_model(
         device: Where it is going to compute.
         attention: As in :func:`load_model`.
         trust_remote_code: Run code that lies in the model's folder.
-        revision: A hub branch, tag or commit; only for hub ids.
 
     Returns:
         The model in training mode, with its cache switched off, and its open files.
@@ -129,7 +124,7 @@ def load_meta_model(
     from transformers import AutoModelForCausalLM
 
     silence_known_noise()
-    folder = find_model(str(name_or_path), revision=revision)
+    folder = find_model(str(name_or_path))
     config = _load_config(folder, trust_remote_code=trust_remote_code)
     weight_files(folder.path)
     _check_file_keys(config, path=folder.path, trust_remote_code=trust_remote_code)
@@ -149,14 +144,13 @@ def load_meta_model(
 
 
 def load_tokenizer(
-    name_or_path: str | Path, *, trust_remote_code: bool = False, revision: str | None = None
+    name_or_path: str | Path, *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer that lies beside a model.
 
     Args:
         name_or_path: A Hugging Face folder, or a hub id.
         trust_remote_code: Run code that lies in the folder.
-        revision: A hub branch, tag or commit; only for hub ids.
 
     Returns:
         The tokenizer, padding on the right.
@@ -168,7 +162,7 @@ def load_tokenizer(
     from transformers import AutoTokenizer
 
     silence_known_noise()
-    folder = find_model(str(name_or_path), revision=revision)
+    folder = find_model(str(name_or_path))
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             folder.path, trust_remote_code=trust_remote_code, local_files_only=True
