@@ -84,10 +84,11 @@ def check_first_host(*, folder: RunFolder, host: str, peers: Peers) -> None:
         infos += brought.steps()
     newest = max((info.step for info in infos if info.is_complete), default=None)
     said = peers.gather([host, newest])
-    for rank, (where, newest) in enumerate(said):
-        if said[0][1] is None and newest is not None:
+    main_host, on_main = said[0]
+    for rank, (where, step) in enumerate(said):
+        if on_main is None and step is not None:
             raise CheckpointNotFoundError(
-                f"host {where} (rank {rank}) holds step_{newest}, and host {said[0][0]} (rank 0), "
+                f"host {where} (rank {rank}) holds step_{step}, and host {main_host} (rank 0), "
                 "which all steps are read from, holds none. Start rank 0 on the host that it was "
                 "on, or begin anew with resume_from_checkpoint: false.",
                 path=folder.path,

@@ -60,7 +60,7 @@ class RunFolder:
         self.storage = storage
         self.path = path
         # (step, when it was saved) -> what is wrong with its bytes, which somebody has read.
-        self.damage: dict[tuple[int, float], str] = {}
+        self._damage: dict[tuple[int, float], str] = {}
 
     # ---- what is there ---------------------------------------------------------------------
 
@@ -68,6 +68,14 @@ class RunFolder:
         """Every ``step_N`` folder, by step number."""
         names = [name for name in self.storage.list_folder(self.path) if STEP_NAME.fullmatch(name)]
         return sorted((self._inspect(self._at(name)) for name in names), key=lambda i: i.step)
+
+    def mark_damaged(self, step: int, *, saved_at: float, problem: str) -> None:
+        """Take a committed step for torn from here on: its bytes were read, and aren't its own."""
+        self._damage[step, saved_at] = problem
+
+    def marks(self) -> list[tuple[int, float, str]]:
+        """What :meth:`mark_damaged` was told: step, when it was saved, problem."""
+        return [(*key, problem) for key, problem in self._damage.items()]
 
     def step_path(self, step: int) -> str:
         """Where ``step`` is once it is committed."""
@@ -308,7 +316,7 @@ class RunFolder:
         info = inspect(self.storage, path)
         if info.manifest is None:
             return info
-        problem = self.damage.get((info.step, info.manifest.saved_at))
+        problem = self._damage.get((info.step, info.manifest.saved_at))
         if problem is None:
             return info
         return StepInfo(info.step, path, "torn", problem=problem, pinned=info.pinned)

@@ -177,7 +177,8 @@ def _verify_newest(
         damage = find_damage(folder.storage, newest)
         if not damage:
             break
-        folder.damage[newest.step, newest.manifest.saved_at] = damage[0]
+        saved_at = newest.manifest.saved_at
+        folder.mark_damaged(newest.step, saved_at=saved_at, problem=damage[0])
         steps = folder.steps()
     return steps
 
@@ -300,14 +301,15 @@ def open_run(
         folder.recover(steps, run_id=opening.run_id)
     path = opening.source.path if opening.source else None
     content = {"run_id": opening.run_id, "branch": opening.branch, "source": path}
-    return content | {"damage": [[*key, problem] for key, problem in folder.damage.items()]}, steps
+    return content | {"damage": folder.marks()}, steps
 
 
 def read_opening(content: Mapping[str, Any], folder: RunFolder) -> Opening:
     """What rank 0 decided, on any rank: each reads the source's manifest itself."""
     path = content["source"]
     source = find_step(folder.storage, path) if path is not None else None
-    folder.damage.update({(step, at): problem for step, at, problem in content["damage"]})
+    for step, saved_at, problem in content["damage"]:
+        folder.mark_damaged(step, saved_at=saved_at, problem=problem)
     return Opening(run_id=content["run_id"], branch=content["branch"], source=source)
 
 

@@ -53,14 +53,7 @@ def check_space(
     kept = planned_saves if max_kept is None else min(planned_saves, max_kept)
     # One more: the oldest goes only when the newest is complete.
     needed = each_bytes * (kept + 1 if kept < planned_saves else kept)
-    if free < each_bytes:
-        raise CheckpointWriteError(
-            f"{path} has {_human(free)} free, one checkpoint takes {_human(each_bytes)}: make "
-            "room, or choose another output_dir",
-            path=path,
-            needed_bytes=each_bytes,
-            free_bytes=free,
-        )
+    refuse_full_disk(path, each_bytes=each_bytes, free_bytes=free)
     if free < needed:
         logger.warning(
             "%s has %s free; the %d checkpoints that stay on this disk will take %s: later saves "
@@ -68,6 +61,27 @@ def check_space(
             path, _human(free), kept, _human(needed),
         )  # fmt: skip
     return free
+
+
+def refuse_full_disk(path: str, *, each_bytes: int, free_bytes: int | None) -> None:
+    """Refuse an output_dir where not even one checkpoint finds space.
+
+    Args:
+        path: The output_dir, for the message.
+        each_bytes: Bytes of one checkpoint.
+        free_bytes: What is free there; None: nobody knows.
+
+    Raises:
+        CheckpointWriteError: It doesn't fit; ``.path``, ``.needed_bytes``, ``.free_bytes``.
+    """
+    if free_bytes is not None and free_bytes < each_bytes:
+        raise CheckpointWriteError(
+            f"{path} has {_human(free_bytes)} free, one checkpoint takes {_human(each_bytes)}: "
+            "make room, or choose another output_dir",
+            path=path,
+            needed_bytes=each_bytes,
+            free_bytes=free_bytes,
+        )
 
 
 def _human(num_bytes: int) -> str:

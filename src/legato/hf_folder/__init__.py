@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from legato.hf_folder.header import (
-    DTYPE_NAMES,
-    Header,
-    TensorEntry,
-    TensorSpec,
-    encode_header,
-    read_header,
-)
+from legato.hf_folder.header import TensorSpec
 from legato.hf_folder.layout import (
     Box,
     ByteRange,
@@ -20,20 +13,14 @@ from legato.hf_folder.layout import (
     plan_files,
     plan_ranges,
 )
-from legato.hf_folder.slices import FolderReader, find_weight_files, tensor_bytes
+from legato.hf_folder.slices import FolderReader, tensor_bytes
 
 __all__ = [
-    # headers
-    "DTYPE_NAMES",
-    "Header",
-    "TensorEntry",
-    "TensorSpec",
-    "encode_header",
-    "read_header",
     # layout
     "Box",
     "ByteRange",
     "PlannedFile",
+    "TensorSpec",
     "index_json",
     "local_box",
     "own_box",
@@ -41,6 +28,5 @@ __all__ = [
     "plan_ranges",
     # reading
     "FolderReader",
-    "find_weight_files",
     "tensor_bytes",
 ]

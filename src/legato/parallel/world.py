@@ -150,6 +150,17 @@ class World:
         """Collective: call ``do``; see :meth:`Peers.on_every_rank`."""
         return self.control.on_every_rank(do)
 
+    def on_rank_0(self, do: Callable[[], object]) -> None:
+        """Collective: call ``do`` on rank 0; where it fails, :meth:`on_every_rank` says so on all.
+
+        Args:
+            do: Called on rank 0 only; talks to no other rank.
+
+        Raises:
+            PeerLostError: It failed, on the ranks that aren't rank 0.
+        """
+        self.on_every_rank(do if self.is_main else lambda: None)
+
     def on_every_rank_alike(
         self, do: Callable[[], T], *, fact: Callable[[T], Any]
     ) -> tuple[T, list[Any]]:

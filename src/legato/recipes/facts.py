@@ -11,12 +11,11 @@ from rich.console import Console
 
 from legato.config.schema import RunConfig
 from legato.data.show import marked_sample
-from legato.errors import ConfigError
 from legato.parallel.world import World
 from legato.recipes.advice import advise
 from legato.recipes.data import RunData
 from legato.recipes.parts import RunParts
-from legato.report.start import StartFacts, human_bytes, start_block
+from legato.report.start import StartFacts, start_block
 
 logger = logging.getLogger(__name__)
 
@@ -96,16 +95,6 @@ def free_bytes(folder: Path) -> int | None:
     """Free space where ``folder`` is or will be."""
     there = next((p for p in (folder, *folder.absolute().parents) if p.exists()), None)
     return None if there is None else shutil.disk_usage(there).free
-
-
-def refuse_full_disk(facts: StartFacts) -> None:
-    """Raise :class:`ConfigError` where not even one checkpoint would find space."""
-    if facts.free_bytes is not None and facts.free_bytes < facts.checkpoint_bytes:
-        raise ConfigError(
-            f"output_dir: {facts.output_dir} has {human_bytes(facts.free_bytes)} free, one "
-            f"checkpoint takes {human_bytes(facts.checkpoint_bytes)}. Free some space, or choose "
-            "another output_dir."
-        )
 
 
 def introduce(facts: StartFacts, data: RunData) -> None:

@@ -38,9 +38,7 @@ def output_folder(config: RunConfig, *, config_name: str, world: World) -> Itera
         PeerLostError: Rank 0 has refused it.
     """
     folder = Path(config.output_dir)
-    world.on_every_rank(
-        lambda: _refuse_others_files(folder, config_name) if world.is_main else None
-    )
+    world.on_rank_0(lambda: _refuse_others_files(folder, config_name))
     absent = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         if config.shared_storage:

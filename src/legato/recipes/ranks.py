@@ -148,7 +148,7 @@ def check_shared_storage(output_dir: str, *, world: World) -> None:
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_text(token)
 
-    world.on_every_rank(write if world.is_main else lambda: None)
+    world.on_rank_0(write)
     try:
         seen = world.gather([host, _sees(place, token)])
     finally:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from legato.checkpoint import Checkpointer, SaveRecord
 from legato.checkpoint.parts import sort_parts
-from legato.checkpoint.space import checkpoint_bytes
+from legato.checkpoint.space import checkpoint_bytes, refuse_full_disk
 from legato.config.rules import check_processes, is_distributed
 from legato.config.schema import RunConfig
 from legato.data.dealing import BatchSource
@@ -23,7 +23,7 @@ from legato.models.compile import CompileClock
 from legato.parallel.placement import find_placement
 from legato.parallel.world import World
 from legato.recipes.data import RunData, open_run_data
-from legato.recipes.facts import introduce, refuse_full_disk, start_facts
+from legato.recipes.facts import introduce, start_facts
 from legato.recipes.inputs import check_inputs
 from legato.recipes.memory import check_memory, estimate_memory, free_memory
 from legato.recipes.output import open_metrics, output_folder, write_config
@@ -207,13 +207,7 @@ def _run_on(
         source=checkpointer.source.path if checkpointer.source else None,
         resume_step=state.step,
     )
-    world.on_every_rank(
-        lambda: (
-            write_config(config, config_name=config_name, config_yaml=config_yaml)
-            if world.is_main
-            else None
-        )
-    )
+    world.on_rank_0(lambda: write_config(config, config_name=config_name, config_yaml=config_yaml))
     if world.is_main:
         introduce(facts, data)
     return _train(config, facts, data, parts, checkpointer, world=world)
@@ -253,7 +247,9 @@ def preflight(config: RunConfig, *, config_name: str) -> StartFacts:
                 ),
             )
             introduce(facts, data)
-    refuse_full_disk(facts)
+    refuse_full_disk(
+        facts.output_dir, each_bytes=facts.checkpoint_bytes, free_bytes=facts.free_bytes
+    )
     return facts
 
 

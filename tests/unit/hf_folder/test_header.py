@@ -16,7 +16,8 @@ import safetensors.torch
 import torch
 
 from legato.errors import FolderFormatError
-from legato.hf_folder import DTYPE_NAMES, TensorSpec, encode_header, read_header
+from legato.hf_folder import TensorSpec
+from legato.hf_folder.header import DTYPE_NAMES, encode_header, read_header
 from legato.storage import LocalStorage, MemoryStorage
 
 BASE = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from legato.errors import FolderFormatError
 from legato.hf_folder import (
-    DTYPE_NAMES,
     Box,
     ByteRange,
     FolderReader,
@@ -27,6 +26,7 @@ from legato.hf_folder import (
     plan_ranges,
     tensor_bytes,
 )
+from legato.hf_folder.header import DTYPE_NAMES
 from legato.storage import LocalStorage, MemoryStorage
 
 QUICK = hypothesis.settings(
