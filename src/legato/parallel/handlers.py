@@ -23,7 +23,7 @@ def handlers_taken(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]
         handlers: Signal -> who is called.
 
     Yields:
-        None.
+        None: the block is what the signals are for.
     """
     old: dict[signal.Signals, Any] = {}
     try:
