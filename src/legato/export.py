@@ -21,13 +21,16 @@ from legato.errors import ModelError, UsageError
 from legato.models.adapter import file_dtype, is_adapter
 from legato.models.folder import find_model, read_config, weight_files
 from legato.models.gguf import plain_weights
-from legato.models.gguf_llama import DTYPES, write_llama_gguf
+from legato.models.gguf_llama import DTYPES, stop_ids, write_llama_gguf
 from legato.models.load import load_model, load_tokenizer
 from legato.models.quiet import silence_known_noise, without_weight_bars
 
 logger = logging.getLogger(__name__)
 
 CONVERTER = "convert_hf_to_gguf.py"
+
+_SPACE = "\u2581"
+"""How SentencePiece writes a space."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,8 @@ def export_gguf(
 ) -> Exported:
     """Write a model folder as one GGUF file, with chat template and stop tokens inside.
 
-    The file is read back by transformers and must give the folder's logits and vocabulary before
-    it gets its name. Takes 8 bytes a parameter of memory, for the comparison.
+    The file is read back, and must hold the folder's tokens, stop tokens and template and give its
+    logits before it gets its name. Takes 8 bytes a parameter of memory, for the comparison.
 
     Args:
         name_or_path: A step folder of full training, a merged folder, any Hugging Face folder.
@@ -95,7 +98,8 @@ def export_gguf(
             write_llama_gguf(folder, file, dtype=dtype)
         else:
             _run_converter(script, folder, file, dtype=dtype)
-        difference = _check(folder, file, exact=DTYPES[dtype] == file_dtype(folder))
+        _check_contents(folder, file)
+        difference = _check_logits(folder, file, exact=DTYPES[dtype] == file_dtype(folder))
         os.replace(file, output)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -139,9 +143,64 @@ def _run_converter(script: Path, folder: Path, file: Path, *, dtype: str) -> Non
         )
 
 
-def _check(folder: Path, file: Path, *, exact: bool) -> float | None:
-    """Read the file as transformers does, and hold logits and vocabulary against the folder's."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def _check_contents(folder: Path, file: Path) -> None:
+    """Hold what the file says of tokens, stops and template against the folder's tokenizer."""
+    import gguf
+
+    try:
+        fields = gguf.GGUFReader(file).fields
+    except Exception as error:  # it raises whatever its parser meets
+        raise _unreadable(folder, error) from error
+
+    def field(name: str) -> Any:
+        return fields[name].contents() if name in fields else None
+
+    tokenizer = load_tokenizer(folder)
+    template = tokenizer.get_chat_template() if tokenizer.chat_template else None
+    facts = {
+        "tokens": ([], _wrong_tokens(tokenizer, field("tokenizer.ggml.tokens") or [])),
+        "stop token": (tokenizer.eos_token_id, field("tokenizer.ggml.eos_token_id")),
+        "chat template": (template, field("tokenizer.chat_template")),
+    }
+    for what, (wanted, there) in facts.items():
+        if wanted != there:
+            raise ModelError(
+                f"{folder}: the written file has another {what}: expected {wanted!r:.80}, "
+                f"found {there!r:.80}.",
+                path=str(folder),
+            )
+    written = {field(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
+    if left_out := stop_ids(folder, read_config(folder)) - written:
+        names = [tokenizer.convert_ids_to_tokens(stop) or str(stop) for stop in sorted(left_out)]
+        logger.warning(
+            "the file doesn't say that %s end an answer: GGUF has room for three such tokens. "
+            "llama.cpp knows the usual ones by their text; others are given where it is called",
+            ", ".join(names),
+        )
+
+
+def _unreadable(folder: Path, error: Exception) -> ModelError:
+    return ModelError(
+        f"{folder}: the written file can't be read ({type(error).__name__}: {error}).",
+        path=str(folder),
+    )
+
+
+def _wrong_tokens(tokenizer: Any, found: list[str]) -> list[str]:
+    """The first tokens that stand elsewhere in the file, or not at all."""
+    wrong = [
+        token
+        for token, token_id in sorted(tokenizer.get_vocab().items())
+        # A converter may write a user's own tokens with the spaces that they stand for.
+        if token_id >= len(found)
+        or found[token_id].replace(_SPACE, " ") != token.replace(_SPACE, " ")
+    ]
+    return wrong[:3]
+
+
+def _check_logits(folder: Path, file: Path, *, exact: bool) -> float | None:
+    """Read the file as transformers does, and hold its logits against the folder's."""
+    from transformers import AutoModelForCausalLM
 
     where: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     try:
@@ -149,18 +208,12 @@ def _check(folder: Path, file: Path, *, exact: bool) -> float | None:
             found_model = AutoModelForCausalLM.from_pretrained(
                 file.parent, dtype=torch.float32, **where, **plain_weights()
             )
-        found_tokenizer = AutoTokenizer.from_pretrained(file.parent, **where)
     except Exception as error:  # gguf and transformers raise whatever their parsers meet
         if "not supported" in str(error):
-            logger.warning("the file isn't read back: transformers can't (%s)", error)
+            logger.warning("its logits aren't compared: transformers can't read it (%s)", error)
             return None
-        raise ModelError(
-            f"{folder}: the written file can't be read ({type(error).__name__}: {error}).",
-            path=str(folder),
-        ) from error
-    expected_tokenizer = load_tokenizer(folder)
-    _check_vocabulary(found_tokenizer, expected_tokenizer, folder)
-    vocabulary = len(expected_tokenizer)
+        raise _unreadable(folder, error) from error
+    vocabulary = len(load_tokenizer(folder))
     rows = torch.randint(vocabulary, (2, 32), generator=torch.Generator().manual_seed(0))
     expected = _logits(load_model(folder, dtype=torch.float32), rows)
     difference = _rms(_logits(found_model, rows) - expected) / _rms(expected)
@@ -175,23 +228,6 @@ def _check(folder: Path, file: Path, *, exact: bool) -> float | None:
             limit=limit,
         )
     return difference
-
-
-def _check_vocabulary(found: Any, expected: Any, folder: Path) -> None:
-    theirs, ours = found.get_vocab(), expected.get_vocab()
-    wrong = sorted(token for token, token_id in ours.items() if theirs.get(token) != token_id)
-    facts = {
-        "tokens": ([], wrong[:3]),
-        "stop token": (expected.eos_token, found.eos_token),
-        "chat template": (expected.chat_template, found.chat_template),
-    }
-    for what, (wanted, there) in facts.items():
-        if wanted != there:
-            raise ModelError(
-                f"{folder}: the written file has another {what}: expected {wanted!r:.80}, "
-                f"found {there!r:.80}.",
-                path=str(folder),
-            )
 
 
 def _logits(model: Any, rows: torch.Tensor) -> torch.Tensor:

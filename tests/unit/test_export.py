@@ -65,11 +65,14 @@ def fields_of(file: Path) -> dict[str, Any]:
     return {name: field.contents() for name, field in gguf.GGUFReader(file).fields.items()}
 
 
-def test_tokens_stops_and_template_are_inside(folder: Path, tmp_path: Path) -> None:
+def test_tokens_stops_and_template_are_inside(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    stops = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|endoftext|>")]
+    stops = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|endoftext|>"), 261]
     edit(folder / "generation_config.json", eos_token_id=stops)
     export_gguf(folder, output=tmp_path / "model.gguf")
+    assert caplog.messages == []
     fields = fields_of(tmp_path / "model.gguf")
     assert fields["general.architecture"] == "llama"
     assert fields["tokenizer.ggml.model"] == "gpt2"
@@ -78,6 +81,7 @@ def test_tokens_stops_and_template_are_inside(folder: Path, tmp_path: Path) -> N
     assert fields["tokenizer.chat_template"] == tiny.CHATML
     assert fields["tokenizer.ggml.eos_token_id"] == tokenizer.eos_token_id
     assert fields["tokenizer.ggml.eot_token_id"] == stops[1]
+    assert fields["tokenizer.ggml.eom_token_id"] == stops[2]
     assert fields["tokenizer.ggml.add_bos_token"] is False
     tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     assert len(tokens) == len(types) == 272  # the embedding's rows
@@ -240,6 +244,44 @@ def test_llama_cpps_converter_is_asked_where_it_is_given_or_on_the_path(
     with pytest.raises(ModelError, match="gives other logits"):
         export_gguf(other, output=tmp_path / "other.gguf")
     assert sorted(p.suffix for p in tmp_path.iterdir() if p.is_file()) == [".gguf"] * 3
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b"", b"", None),
+        (b"'content'", b"'comment'", "another chat template"),
+        (b"\x03\x00\x00\x00\x00\x00\x00\x00\xc4\xa0a", b"\x03\x00\x00\x00\x00\x00\x00\x00\xc4\xa0b",
+         r"another tokens: expected \[\], found \['\u0120a'\]"),
+        (b"eos_token_id\x04\x00\x00\x00", b"eoz_token_id\x04\x00\x00\x00", "another stop token"),
+        (b"GGUF", b"GGGG", "the written file can't be read"),
+    ],
+)  # fmt: skip
+def test_a_family_that_transformers_cannot_read_back_is_compared_all_the_same(
+    old: bytes,
+    new: bytes,
+    message: str | None,
+    folder: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    export_gguf(folder, output=tmp_path / "source.gguf")
+    content = (tmp_path / "source.gguf").read_bytes()
+    assert old in content
+    content = content.replace(b"\x00llama", b"\x00llamb", 1).replace(old, new)
+    (tmp_path / "source.gguf").write_bytes(content)
+    tool = tmp_path / "convert_hf_to_gguf.py"
+    tool.write_text(CONVERTER.format(source=str(tmp_path / "source.gguf")))
+    edit(folder / "generation_config.json", eos_token_id=[259, 260, 261, 262])
+    if message is None:
+        told = export_gguf(folder, output=tmp_path / "out.gguf", converter=tool)
+        assert told.difference is None
+        assert "its logits aren't compared: transformers can't read it" in caplog.text
+        assert "end an answer" in caplog.text
+    else:
+        with pytest.raises(ModelError, match=message):
+            export_gguf(folder, output=tmp_path / "out.gguf", converter=tool)
+        assert not (tmp_path / "out.gguf").exists()
 
 
 def test_the_command_says_what_it_wrote(

@@ -34,7 +34,7 @@ def gguf(
     show_log()
     made = export_gguf(folder, output=output, dtype=dtype, converter=converter)
     compared = (
-        "not compared"
+        "its tokens, stop token and chat template are the folder's, its logits weren't compared"
         if made.difference is None
         else f"its logits differ by {made.difference:.1e} of their size from the folder's"
     )

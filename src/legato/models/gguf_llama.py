@@ -154,8 +154,10 @@ def _add_tokenizer(writer: Any, tokenizer: Any, config: dict[str, Any], *, folde
     ):
         if token is not None:
             add(token)
-    for stop in sorted(_stop_ids(folder, config) - {tokenizer.eos_token_id})[:1]:
-        writer.add_eot_token_id(stop)  # llama.cpp stops at either
+    # llama.cpp stops at each of these: at the end of a text, of a turn, of a message.
+    stops = sorted(stop_ids(folder, config) - {tokenizer.eos_token_id})
+    for add, stop in zip((writer.add_eot_token_id, writer.add_eom_token_id), stops, strict=False):
+        add(stop)
     writer.add_add_bos_token(tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id])
     if tokenizer.chat_template:
         writer.add_chat_template(tokenizer.get_chat_template())
@@ -196,7 +198,8 @@ def _vocabulary(tokenizer: Any, *, num_rows: int) -> tuple[list[str], list[int]]
     return tokens, types
 
 
-def _stop_ids(folder: Path, config: dict[str, Any]) -> set[int]:
+def stop_ids(folder: Path, config: dict[str, Any]) -> set[int]:
+    """Tokens that end an answer, by a folder's ``generation_config.json`` or its config."""
     file = folder / "generation_config.json"
     settings = read_object(file) if file.is_file() else {}
     stops = settings.get("eos_token_id", config.get("eos_token_id"))
