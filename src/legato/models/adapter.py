@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +14,13 @@ from torch import Tensor
 from legato.errors import FolderFormatError, ModelError, ModelNotFoundError
 from legato.hf_folder import FolderReader
 from legato.models.facts import model_facts
-from legato.models.folder import ModelFolder, find_model, weight_files, weights_digest
+from legato.models.folder import (
+    ModelFolder,
+    find_model,
+    read_object,
+    weight_files,
+    weights_digest,
+)
 from legato.models.load import load_model
 from legato.models.lora import BASE_FILE
 from legato.models.quiet import silence_known_noise
@@ -69,7 +74,7 @@ def find_base(folder: Path) -> ModelFolder:
         ModelError: The adapter doesn't name a base; or the one there isn't the one that it was
             trained on: ``.base``, ``.trained_on``. ``.path`` is the adapter's in both.
     """
-    config = _read_object(folder / ADAPTER_CONFIG)
+    config = read_object(folder / ADAPTER_CONFIG, error=FolderFormatError)
     name, revision = config.get("base_model_name_or_path"), config.get("revision")
     if not name or not isinstance(name, str):
         raise ModelError(
@@ -124,7 +129,7 @@ def load_adapter(
         FolderFormatError: A file of the adapter can't be read; ``.path``.
     """
     silence_known_noise()
-    config = _read_object(folder / ADAPTER_CONFIG)
+    config = read_object(folder / ADAPTER_CONFIG, error=FolderFormatError)
     _check_type(config, folder=folder)
     _check_scale(config, folder=folder)
     base = find_base(folder)
@@ -320,16 +325,5 @@ def file_dtype(folder: Path) -> torch.dtype:
 
 def _read_note(folder: Path) -> dict[str, Any]:
     """What Legato wrote of the base; nothing in an adapter that comes from elsewhere."""
-    return _read_object(folder / BASE_FILE) if (folder / BASE_FILE).is_file() else {}
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
-        raise FolderFormatError(
-            f"{file}: can't be read as JSON ({error}).", path=str(file)
-        ) from error
-    if not isinstance(content, dict):
-        raise FolderFormatError(f"{file}: isn't a JSON object.", path=str(file))
-    return content
+    note = folder / BASE_FILE
+    return read_object(note, error=FolderFormatError) if note.is_file() else {}
