@@ -165,7 +165,7 @@ def stream_answer(
     max_new_tokens: int = 512,
     temperature: float = 0.0,
     seed: int = 0,
-) -> str:
+) -> Answer:
     """Answer one prompt, and hand the answer out while it is made.
 
     Args:
@@ -178,7 +178,7 @@ def stream_answer(
         seed: Seed of the samples.
 
     Returns:
-        The whole answer, without special tokens.
+        The whole answer, and what ended it.
 
     Raises:
         ModelError: The prompt leaves no position for an answer; ``.prompt_tokens``, ``.limit``.
@@ -199,7 +199,7 @@ def stream_answer(
     pieces = Pieces(tokenizer, skip_prompt=True, skip_special_tokens=True)
     with _generating(model, seed=seed):
         [answer] = _answer(model, tokenizer, [row], options, streamer=pieces)
-    return answer.text
+    return answer
 
 
 @contextmanager

@@ -143,14 +143,15 @@ def test_a_streamed_answer_comes_in_pieces_that_are_the_whole_answer(
 ) -> None:
     pieces: list[str] = []
     answer = stream_answer(*pair, text, on_text=pieces.append, max_new_tokens=40)
-    assert answer == greedy(*pair, text, 40)
-    assert "".join(pieces) == answer
+    assert answer.text == greedy(*pair, text, 40)
+    assert "".join(pieces) == answer.text
     assert len(pieces) > 1
 
 
 def test_a_streamed_answer_ends_where_the_positions_end(pair: tuple[Any, Any]) -> None:
     answer = stream_answer(*pair, "a" * 508, on_text=lambda text: None, max_new_tokens=40)
-    assert answer == greedy(*pair, "a" * 508, 4)
+    assert answer.text == greedy(*pair, "a" * 508, 4)
+    assert answer.finish_reason == "length"
     with pytest.raises(ModelError, match=r"512 tokens and .* is 1: .* 512 positions"):
         stream_answer(*pair, "a" * 512, on_text=lambda text: None)
 

@@ -63,7 +63,7 @@ def chat(
     from legato.generate import stream_answer
 
     def answer(messages: list[dict[str, str]], on_text: Callable[[str], None]) -> str:
-        return stream_answer(
+        made = stream_answer(
             model,
             tokenizer,
             messages,
@@ -73,6 +73,9 @@ def chat(
             # The same question asked twice in one chat may get another answer.
             seed=seed + len(messages),
         )
+        if made.finish_reason == "length":
+            typer.echo("\n(cut here: no more tokens; --max-new-tokens sets how many)", err=True)
+        return made.text
 
     conversation = Conversation(answer, system=system, show=_show)
     if question is not None:
