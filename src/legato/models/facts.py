@@ -56,7 +56,8 @@ def model_facts(name_or_path: str) -> ModelFacts | None:
         raise
     config = read_config(folder.path)
     # Vision-language configs keep the language model's facts one level down.
-    text = {**config, **(config.get("text_config") or {})}
+    inner = config.get("text_config")
+    text = {**config, **(inner if isinstance(inner, dict) else {})}
     return ModelFacts(
         model_type=str(config.get("model_type", "unknown")),
         max_positions=_first_int(text, "max_position_embeddings", "n_positions", "max_seq_len"),
@@ -74,8 +75,9 @@ def _unsupported(config: dict[str, Any]) -> str | None:
     family = config.get("model_type")
     if config.get("is_encoder_decoder"):
         return f"{family} is an encoder-decoder; Legato trains causal language models"
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "quantized")
+    if quantization := config.get("quantization_config"):
+        is_known = isinstance(quantization, dict)
+        method = quantization.get("quant_method", "quantized") if is_known else "quantized"
         return f"its weights are quantized ({method}); take the model they were made from"
     if "vision_config" in config or "audio_config" in config:
         return f"{family} also reads images or sound; its file keys aren't the model's"

@@ -45,6 +45,8 @@ def test_gpt2_names_its_facts_otherwise(tmp_path: Path) -> None:
             {"model_type": "llama", "quantization_config": {"quant_method": "gptq"}},
             r"quantized \(gptq\); take the model they were made from",
         ),
+        ({"model_type": "llama", "quantization_config": [4]}, r"are quantized \(quantized\)"),
+        ({"text_config": [1], "is_encoder_decoder": True}, "is an encoder-decoder"),
         ({"model_type": "gemma3", "vision_config": {}}, "gemma3 also reads images or sound"),
         ({"model_type": "mixtral"}, "mixtral is a mixture of experts"),
     ],
