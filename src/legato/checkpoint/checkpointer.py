@@ -5,7 +5,6 @@ docs/checkpoints.md shows it in a loop.
 
 from __future__ import annotations
 
-import atexit
 import os
 import re
 import time
@@ -16,6 +15,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from legato.checkpoint.at_exit import close_at_exit
 from legato.checkpoint.lifecycle import RunFolder
 from legato.checkpoint.manifest import finite_metrics
 from legato.checkpoint.opening import Launch, locate
@@ -165,7 +165,7 @@ class Checkpointer:
         self.run_id, self.branch, self.source = opening.run_id, opening.branch, opening.source
         self._last_save_at = clock()
         self._is_closed = False
-        atexit.register(self._close_failing)
+        self._cancel_at_exit = close_at_exit(self._close_failing)
 
     # ---- what is there ---------------------------------------------------------------------
 
@@ -369,17 +369,18 @@ class Checkpointer:
         finally:
             self._shut()
 
-    def _close_failing(self) -> None:
-        """On the way out with an error, or at exit: finish what is under way, raise nothing new."""
-        if not self._is_closed:
-            try:
-                self._saver.abandon()
-            finally:
-                self._shut()
+    def _close_failing(self) -> CheckpointError | None:
+        """On the way out with an error, or at exit: finish what is under way; what was lost."""
+        if self._is_closed:
+            return None
+        try:
+            return self._saver.abandon()
+        finally:
+            self._shut()
 
     def _shut(self) -> None:
         self._is_closed = True
-        atexit.unregister(self._close_failing)
+        self._cancel_at_exit()
         self._session.close()
 
     def __enter__(self) -> Checkpointer:

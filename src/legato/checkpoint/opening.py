@@ -101,12 +101,14 @@ def decide_opening(
         CheckpointNotFoundError: There is nothing at the given path.
         CheckpointTornError: The step at the given path isn't complete; an explicit path never
             falls back to another one. Or ``auto`` finds damaged ones only.
-        CheckpointExistsError: Steps are in the way; ``.steps``.
+        CheckpointExistsError: Steps are in the way; ``.steps``. Or ``auto`` finds those of several
+            runs, and nothing says which of them used the folder last; ``.runs``.
     """
     inside = True
     if resume == "auto":
         if verify:
             steps = _verify_newest(folder, steps, last_run_id)
+        _refuse_several_runs(folder.path, steps, last_run_id)
         source = _newest(steps, last_run_id)
         if source is None and not start_over:
             _refuse_to_begin_anew(folder, steps)
@@ -195,6 +197,23 @@ def _newest(steps: Sequence[StepInfo], last_run_id: str | None) -> Committed | N
                 f"step {newest.step}" if newest else "nothing",
             )
     return newest.committed() if newest else None
+
+
+def _refuse_several_runs(path: str, steps: Sequence[StepInfo], last_run_id: str | None) -> None:
+    """The newest step of whatever run it is isn't what anybody asked for."""
+    runs: dict[str, list[StepInfo]] = {}
+    for info in _candidates(steps, last_run_id):
+        runs.setdefault(info.committed().run_id, []).insert(0, info)
+    if len(runs) > 1:
+        listed = "; ".join(f"run {run} wrote {_list_steps(of)}" for run, of in runs.items())
+        raise CheckpointExistsError(
+            f"{path} holds steps of several runs, and nothing says which of them used it last: "
+            f"{listed}. Say which one goes on: the path of its newest step as "
+            "resume_from_checkpoint.",
+            path=path,
+            steps=[info.step for of in runs.values() for info in of],
+            runs=list(runs),
+        )
 
 
 def _refuse_to_begin_anew(folder: RunFolder, steps: Sequence[StepInfo]) -> None:

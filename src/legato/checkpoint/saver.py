@@ -256,15 +256,23 @@ class Saver:
         if error is not None:
             raise error
 
-    def abandon(self) -> None:
-        """Finish what is under way without asking the others; alone, retry a failed save once."""
+    def abandon(self) -> CheckpointError | None:
+        """Finish what is under way without asking the others; alone, retry a failed save once.
+
+        Returns:
+            Why the last save isn't on disk; None: it is.
+        """
         self._settle(together=False)
         if self._held is not None and self._control.size == 1:
             self._submit(self._held)
             self._settle(together=False)
-        if self._held is not None:
-            logger.error("step %d could not be saved, and is lost", self._held.step)
+        error = self._to_raise or self._lost
+        if (job := self._held) is not None:
+            logger.error("step %d could not be saved, and is lost", job.step)
             self._held = None
+            assert job.pending.error is not None
+            error = as_write_error(job.pending.error, step=job.step)
+        return error
 
     def close(self) -> None:
         """End the background thread, when what it does is done, and free the buffers."""

@@ -107,6 +107,11 @@ def open_session(
         steps.extend(found)
         return content
 
+    if control.is_main and not folder.storage.atomic_rename:
+        logger.warning(
+            "%s: object stores have no locks: a second run on this output_dir wouldn't be noticed. "
+            "Give each run its own", folder.path,
+        )  # fmt: skip
     try:
         content = control.on_main(decide, fallback=CheckpointError)
         if not shared_storage:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
+import logging
 import shutil
 from pathlib import Path
 
@@ -349,6 +351,40 @@ def test_steps_of_another_run_are_neither_resumed_nor_pruned(tmp_path: Path) -> 
         Checkpointer(out)
 
 
+def test_of_several_runs_none_is_chosen_where_nothing_says_which_was_the_last(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "out"
+    foreign = save_steps(tmp_path / "foreign", 1, 50)
+    own = save_steps(out, 10, 20)
+    shutil.copytree(tmp_path / "foreign" / "step_50", out / "step_50")
+    (out / ".lock").unlink()
+    with pytest.raises(CheckpointExistsError, match="the path of its newest step") as caught:
+        Checkpointer(out)
+    assert f"run {foreign} wrote step_50; run {own} wrote step_10, step_20." in str(caught.value)
+    assert caught.value.facts["runs"] == [foreign, own]
+    with Checkpointer(out, resume=out / "step_50") as checkpointer:
+        assert checkpointer.run_id == foreign
+    with Checkpointer(out) as checkpointer:  # it is known again
+        assert checkpointer.run_id == foreign
+
+
+def test_a_file_system_without_locks_is_used_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lockf(fd: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    with Checkpointer(tmp_path / "out") as checkpointer:
+        checkpointer.save(Loop().run_to(1).state, step=1)
+    assert names(tmp_path / "out") == ["step_1"]
+    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == [
+        f"{tmp_path}/out/.lock: this file system has no locks: two runs on one output_dir wouldn't "
+        "be noticed"
+    ]
+
+
 def test_what_a_crash_left_is_removed_at_the_next_start(tmp_path: Path) -> None:
     out = tmp_path / "out"
     save_steps(out, 1, 2)
@@ -375,13 +411,16 @@ def test_the_step_resumed_from_stays_until_a_newer_one_is_committed(tmp_path: Pa
         assert names(out) == ["step_7"]
 
 
-def test_on_a_store_a_start_removes_what_its_own_run_left_half_written() -> None:
+def test_on_a_store_a_start_removes_what_its_own_run_left_half_written(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     filesystem = fsspec.filesystem("memory")
     try:
         store = RemoteStorage(filesystem)
         with Checkpointer("/run", storage=store) as checkpointer:
             for step in (1, 2):
                 checkpointer.save(Loop().run_to(step).state, step=step)
+        assert caplog.text.count("object stores have no locks") == 1
         folder = RunFolder(store, "/run")
         for step, writer in ((3, checkpointer.run_id), (4, "another")):
             half = folder.reserve(step, run_id=writer, branch=0, saved_at=0.0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +51,36 @@ def test_the_loop_in_the_docs_resumes_bit_for_bit(
     assert (tmp_path / "parted" / "out" / "best").is_symlink()
     weights = load_file(tmp_path / "parted" / "out" / "latest" / "model.safetensors")
     assert torch.equal(weights["0.weight"], whole["model"][0].weight)
+
+
+NEVER_CLOSED = """
+import errno, sys
+import torch
+from legato.checkpoint import Checkpointer
+from legato.storage import LocalStorage
+
+class Full(LocalStorage):
+    def rename(self, source, target):
+        raise OSError(errno.ENOSPC, "No space left on device", target)
+
+storage = Full() if sys.argv[2] == "full" else None
+checkpointer = Checkpointer(sys.argv[1], storage=storage)
+model = torch.nn.Linear(2, 2)
+for step in (1, 2, 3):
+    checkpointer.save({"model": model}, step=step)
+print("done")
+"""
+
+
+@pytest.mark.parametrize(("disk", "code", "kept"), [("free", 0, [1, 2, 3]), ("full", 3, [])])
+def test_a_loop_that_never_closes_keeps_its_last_save_or_ends_with_exit_code_3(
+    disk: str, code: int, kept: list[int], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    ended = subprocess.run(
+        [sys.executable, "-c", NEVER_CLOSED, str(out), disk],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout) == (code, "done\n"), ended.stderr
+    assert [step for step in (1, 2, 3) if (out / f"step_{step}").is_dir()] == kept
+    assert ("error: step 3 could not be saved: " in ended.stderr) == (disk == "full")
