@@ -67,7 +67,7 @@ clean:
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev,loggers,quant]"
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev,loggers,quant,eval]"
 	touch $@
 
 $(BENCH_INSTALLED): $(INSTALLED)

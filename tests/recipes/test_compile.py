@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 
 from legato.config.schema import RunConfig
+from legato.evaluation.harness import evaluate_folder
+from legato.evaluation.truthfulqa import TASK_NAME
 from legato.parallel.world import World
-from legato.recipes.data import build_run_data, compiled_lengths
+from legato.recipes.data import build_run_data, compiled_lengths, stream_lengths
+from legato.recipes.model import build_model
 from legato.report.metrics import read_events
 from tests.helpers import rows
 from tests.helpers.launches import Launched
+from tests.helpers.questions import prepare_lm_eval, write_questions
 from tests.helpers.runs import (
     RECIPES,
     assert_same_tensors,
@@ -24,6 +29,7 @@ from tests.helpers.runs import (
     steps_in,
     write_config,
 )
+from tests.helpers.sharded import build_config
 from tests.helpers.tiny import write_model
 
 # torch reads .grad of activations while it compiles, and hides this warning in its own way.
@@ -48,8 +54,11 @@ def test_a_compiled_run_is_the_eager_one_and_resumes_bit_for_bit(
     recipe: str,
     words: str,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = write_model(tmp_path / "model", num_hidden_layers=1)
+    # TruthfulQA's solved examples are a long prompt, in bytes.
+    shape = {"num_hidden_layers": 1, "max_position_embeddings": 2048}
+    model = write_model(tmp_path / "model", **shape)
     config = write_config(
         tmp_path,
         model=model,
@@ -93,6 +102,15 @@ def test_a_compiled_run_is_the_eager_one_and_resumes_bit_for_bit(
     ]
     assert by_step[0] == pytest.approx(by_step[1], abs=2e-5)
 
+    prepare_lm_eval(monkeypatch)
+    options: dict[str, Any] = {"tasks": [TASK_NAME], "limit": 2}
+    options["truthfulqa_csv"] = write_questions(tmp_path / "TruthfulQA.csv")
+    [of_compiled] = evaluate_folder(tmp_path / "out" / f"step_{last}", **options)
+    [of_eager] = evaluate_folder(plain / f"step_{last}", **options)
+    assert of_compiled.num_samples == of_eager.num_samples == 2
+    assert of_eager.standard_error is not None
+    assert abs(of_compiled.value - of_eager.value) <= of_eager.standard_error
+
 
 @pytest.mark.slow
 def test_updates_in_backward_are_the_same_bits_as_after_it_compiled_too(tmp_path: Path) -> None:
@@ -109,8 +127,43 @@ def test_updates_in_backward_are_the_same_bits_as_after_it_compiled_too(tmp_path
     assert_same_tensors(during / "step_2", tmp_path / "out" / "step_2")
 
 
+@pytest.mark.parametrize("scope", ["block", "model"])
+def test_mode_and_dynamic_reach_torch_compile(
+    tiny_model_dir: Path, scope: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def record(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        asked.append(options)
+        return function
+
+    monkeypatch.setattr(torch, "compile", record)
+    options = {"scope": scope, "mode": "max-autotune-no-cudagraphs", "dynamic": True}
+    for choice, mode, dynamic in (
+        (options, "max-autotune-no-cudagraphs", True),
+        ({"scope": scope}, None, False),
+    ):
+        asked.clear()
+        config = build_config(tiny_model_dir, "full", num_ranks=1, compile=choice)
+        build_model(config, world=World.single("cpu"))
+        of_blocks = [each for each in asked if "mode" in each]  # the loss has a form of its own
+        assert len(of_blocks) == (2 if scope == "block" else 1)
+        for each in of_blocks:
+            assert (each["mode"], each["dynamic"]) == (mode, dynamic)
+
+
+@pytest.mark.parametrize(
+    ("options", "lengths"),
+    [
+        ({}, {64, 128, 256}),
+        ({"packing": True}, {256}),
+        ({"streaming": True, "max_steps": 4}, {64, 128, 256}),
+        ({"streaming": True, "max_steps": 4, "packing": True}, {256}),
+    ],
+    ids=str,
+)
 def test_training_and_evaluation_meet_the_same_few_forms_of_batches(
-    tmp_path: Path, tiny_model_dir: Path
+    tmp_path: Path, tiny_model_dir: Path, options: dict[str, Any], lengths: set[int]
 ) -> None:
     config = write_config(
         tmp_path,
@@ -120,6 +173,7 @@ def test_training_and_evaluation_meet_the_same_few_forms_of_batches(
         val_set_size=3,
         batch_size=2,
         device="cpu",
+        **options,
     )
     values = RunConfig.model_validate(yaml.safe_load(config.read_text()))
     data = build_run_data(
@@ -131,13 +185,13 @@ def test_training_and_evaluation_meet_the_same_few_forms_of_batches(
     forms = set()
     for loader in (data.loader, data.eval_loader):
         assert loader is not None
-        for step in range(1, loader.steps_per_epoch + 1):
-            for batch in loader.micro_batches(step):
+        for step in range(1, (loader.steps_per_epoch or 4) + 1):
+            for batch in loader.fetch(step).batches:
                 forms.add(tuple(batch.input_ids.shape))
-                assert batch.position_ids is None
+                assert (batch.position_ids is not None) == values.packing
+    data.loader.close()
     assert {num_rows for num_rows, _ in forms} == {2}
-    assert len(forms) <= 6
-    assert {length % 64 for _, length in forms} == {0}
+    assert {length for _, length in forms} <= lengths
 
 
 def test_compiled_lengths_are_at_most_six_and_no_longer_than_the_model_takes() -> None:
@@ -146,6 +200,21 @@ def test_compiled_lengths_are_at_most_six_and_no_longer_than_the_model_takes() -
     assert lengths == [128, 192, 256, 384, 448, 499]
     few = rows.as_data(rows.random_rows([3, 60, 64, 65]))
     assert compiled_lengths(few, max_seq_len=512) == [64, 128]
+
+
+@pytest.mark.parametrize(
+    ("max_seq_len", "lengths"),
+    [
+        (4096, [128, 256, 512, 1024, 2048, 4096]),
+        (2000, [64, 128, 256, 512, 1024, 2000]),
+        (100, [64, 100]),
+        (40, [40]),
+    ],
+)
+def test_rows_of_a_stream_have_at_most_six_lengths_down_from_the_longest(
+    max_seq_len: int, lengths: list[int]
+) -> None:
+    assert stream_lengths(max_seq_len) == lengths
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

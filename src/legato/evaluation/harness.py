@@ -110,6 +110,11 @@ def _find_tasks(
     tasks: Sequence[str], truthfulqa_csv: Path | None
 ) -> tuple[list[str | dict[str, Any]], Any]:
     """What lm-eval is to run, all of it checked before the model is loaded."""
+    if TASK_NAME in tasks and truthfulqa_csv is None:
+        raise UsageError(f"--tasks {TASK_NAME} needs --truthfulqa-csv TruthfulQA.csv")
+    if tasks and TASK_NAME not in tasks and truthfulqa_csv is not None:
+        raise UsageError(f"--truthfulqa-csv is read by the task {TASK_NAME}, which isn't asked for")
+
     from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of its own defaults
@@ -122,12 +127,8 @@ def _find_tasks(
             f"--tasks: {what}. `lm-eval ls tasks` lists them; without a hub: {TASK_NAME}"
         )
     chosen: list[str | dict[str, Any]] = list(named)
-    if TASK_NAME in tasks:
-        if truthfulqa_csv is None:
-            raise UsageError(f"--tasks {TASK_NAME} needs --truthfulqa-csv TruthfulQA.csv")
+    if truthfulqa_csv is not None:
         chosen.append(mc2_task(truthfulqa_csv))
-    elif truthfulqa_csv is not None:
-        raise UsageError(f"--truthfulqa-csv is read by the task {TASK_NAME}, which isn't asked for")
     return chosen, manager
 
 

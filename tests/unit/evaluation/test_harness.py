@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +15,7 @@ from legato.evaluation.harness import evaluate_folder
 from legato.evaluation.truthfulqa import TASK_NAME, mc2_task
 from tests.helpers import tiny
 from tests.helpers.adapters import write_adapter
-
-ROWS = """Question,Correct Answers,Incorrect Answers
-Why?,It is; So,No
-When?,Now,Then; Never; Always
-Who?,Me,You
-"""
-
-
-@pytest.fixture(autouse=True)
-def settings_of_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
-    if find_spec("lm_eval") is None:
-        pytest.skip("lm-eval isn't installed")
-    # Its import sets these where they aren't set.
-    monkeypatch.setenv("HF_HUB_ENABLE_HF_TRANSFER", "0")
-    monkeypatch.setenv("HF_XET_HIGH_PERFORMANCE", "0")
+from tests.helpers.questions import prepare_lm_eval, write_questions
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +24,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def questions(tmp_path: Path) -> Path:
-    (tmp_path / "t.csv").write_text(ROWS)
-    return tmp_path / "t.csv"
+def questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    prepare_lm_eval(monkeypatch)
+    return write_questions(tmp_path / "t.csv")
 
 
 def by_hand(folder: Path, questions: Path, count: int) -> float:
@@ -121,6 +107,6 @@ def test_tasks_are_checked_before_the_model_is_loaded(
 def test_without_lm_eval_the_error_says_how_to_get_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("legato.evaluation.harness.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'lm-eval>=0\.4\.9'"):
         evaluate_folder(folder, tasks=["arc_easy"])
