@@ -182,22 +182,30 @@ def evaluations(output_dir: Path) -> dict[int, float]:
     return {event["step"]: event["eval_loss"] for event in found if event["event"] == "eval"}
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize(
+    ("method", "on_two"),
+    [
+        # Two ranks have a step's four rows at once, and update while they go backward.
+        ("full", ["optimizer_in_backward=true", "gradient_accumulation_steps=1"]),
+        ("lora", []),
+    ],
+)
 def test_a_single_device_run_goes_on_on_several_ranks_and_back(
-    tmp_path: Path, tiny_model_dir: Path, method: str
+    tmp_path: Path, tiny_model_dir: Path, method: str, on_two: list[str]
 ) -> None:
     config = write_config(
         tmp_path,
         model=tiny_model_dir,
         recipe=f"{method}_finetune_single_device",
         epochs=3,
-        **({"lora_dropout": 0.0} if method == "lora" else {}),
+        **({"lora_dropout": 0.0} if method == "lora" else {"clip_grad_norm": None}),
     )
     whole = tmp_path / "whole"
     assert legato("run", "--config", config, f"output_dir={whole}") == 0
     out = tmp_path / "out"
     assert legato("run", "--config", config, "stop_after_step=3") == 0
-    Launched(config, f"recipe={method}_finetune_distributed", "stop_after_step=6").succeed()
-    assert legato("run", "--config", config) == 0
+    on_two = [f"recipe={method}_finetune_distributed", "--accept-changes", *on_two]
+    Launched(config, *on_two, "stop_after_step=6").succeed()
+    assert legato("run", "--config", config, "--accept-changes") == 0
     assert steps_in(out) == [3, 6, 9]
     assert losses(out) == pytest.approx(losses(whole), abs=1e-5)

@@ -74,13 +74,16 @@ def test_a_stopped_and_resumed_run_is_the_undisturbed_one_bit_for_bit(
     assert counters[0]["rows_seen"] == 10 + 10 + 8
 
 
+@pytest.mark.parametrize("background", [True, False])
 def test_weights_before_a_save_are_the_weights_after_it(
-    tmp_path: Path, whole_run: tuple[Path, list[str]]
+    tmp_path: Path, whole_run: tuple[Path, list[str]], background: bool
 ) -> None:
     """A run that saves at every step takes the same path as one that saves at the end only."""
     whole, arguments = whole_run
     here = tmp_path / "out"
-    assert legato(*arguments, f"output_dir={here}", "save_every_n_train_steps=1") == 0
+    options = [f"enable_async_checkpointing={background}", "save_every_n_train_steps=1"]
+    assert legato(*arguments, f"output_dir={here}", *options) == 0
+    assert steps_in(here) == list(range(1, TOTAL_STEPS + 1))
     assert losses(here) == losses(whole)
     assert_same_tensors(here / f"step_{TOTAL_STEPS}", whole / f"step_{TOTAL_STEPS}")
 
