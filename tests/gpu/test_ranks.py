@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,24 @@ def config_in(folder: Path, model: Path, method: str, **changes: object) -> Path
     return write_config(folder, model=model, recipe=recipe, **{"device": "cuda"} | changes)
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+NF4 = "quantize_base=nf4"
+OPTIONS = (
+    [],
+    ["cpu_offload=true"],
+    ["dp_replicate=2"],
+    ["reshard_after_forward=false"],
+    ["compile=true"],
+    ["compile={scope: model}"],
+)
+
+
 @pytest.mark.parametrize(
-    "options",
-    [[], ["cpu_offload=true"], ["dp_replicate=2"], ["reshard_after_forward=false"]],
+    ("method", "options"),
+    [
+        *product(("full", "lora"), OPTIONS),
+        ("lora", [NF4]),
+        ("lora", [NF4, "compile=true", "enable_activation_checkpointing=true"]),
+    ],
     ids=str,
 )
 def test_two_gpus_take_the_steps_of_one_and_resume_bit_for_bit(
@@ -44,6 +59,7 @@ def test_two_gpus_take_the_steps_of_one_and_resume_bit_for_bit(
     assert losses(parts) == losses(whole)
     assert_same_tensors(parts / f"step_{last}", whole / f"step_{last}")
     alone = [f"recipe={method}_finetune_single_device", f"output_dir={one}"]
+    alone += [NF4] if NF4 in options else []
     assert legato("run", "--config", config, *alone, "batch_size=4") == 0
     assert losses(whole) == pytest.approx(losses(one), abs=1e-4)
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from legato.optim.build import build_optimizer
+from legato.parallel.world import World
+from legato.recipes.model import build_model
+from tests.helpers.interchange import METHODS
 from tests.helpers.runs import (
     RECIPES,
     assert_same_tensors,
@@ -18,6 +24,7 @@ from tests.helpers.runs import (
     steps_in,
     write_config,
 )
+from tests.helpers.sharded import build_config, take_step
 from tests.helpers.tiny import write_model
 
 IN_BACKWARD = [
@@ -144,3 +151,38 @@ def test_a_compiled_run_has_the_losses_of_an_eager_one(
     plain = tmp_path / "plain"
     assert legato(*run, f"output_dir={plain}") == 0
     assert losses(tmp_path / "out") == pytest.approx(losses(plain), abs=1e-4)
+
+
+def test_a_merge_on_the_device_is_that_on_the_cpu(tmp_path: Path, tiny_model_dir: Path) -> None:
+    config = write_config(tmp_path, model=tiny_model_dir, recipe=RECIPES[1], max_steps=2)
+    assert legato("run", "--config", config, "device=cuda") == 0
+    merged = []
+    for device in ("cpu", "cuda"):
+        folder = tmp_path / device
+        words = ["--output-dir", folder, "--device", device]
+        assert legato("merge", tmp_path / "out" / "step_2", *words) == 0
+        merged.append(load_file(folder / "model.safetensors"))
+    torch.testing.assert_close(merged[1], merged[0], rtol=1e-6, atol=1e-6)
+
+
+def test_qlora_takes_less_device_memory_than_lora_and_that_less_than_full(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8}
+    model = write_model(tmp_path / "model", dtype=torch.bfloat16, **sizes)
+    weights = (model / "model.safetensors").stat().st_size
+    world = World.single("cuda")
+    loading, training = {}, {}
+    for name, (method, changes) in METHODS.items():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        values = {"dtype": "bf16", "device": "cuda"} | changes
+        loaded = build_model(build_config(model, method, num_ranks=1, **values), world=world)
+        loading[name] = torch.cuda.max_memory_allocated() - before
+        take_step(loaded, build_optimizer(loaded.parameters, lr=1e-3), world)
+        training[name] = torch.cuda.max_memory_allocated() - before
+        del loaded
+        gc.collect()
+    # Half a byte a weight instead of two; fp32 masters, gradients and moments on top of two.
+    assert loading["lora"] - loading["qlora"] > 0.4 * weights
+    assert training["lora"] - training["qlora"] > 0.4 * weights
+    assert training["full"] - training["lora"] > 5 * weights

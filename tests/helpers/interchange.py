@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -37,6 +39,12 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("lora", {"lora_dropout": 0.1}),
     "qlora": ("lora", {"lora_dropout": 0.1, "quantize_base": "nf4"}),
 }
+# bf16 with fp32 masters: the weight file holds their rounded values, state/ the masters.
+ROUNDED: dict[str, tuple[str, dict[str, Any]]] = {
+    "full_bf16": ("full", {"dtype": "bf16"}),
+    "lora_bf16": ("lora", {"dtype": "bf16"}),
+}
+ALL_METHODS = METHODS | ROUNDED
 
 
 @dataclass(frozen=True)
@@ -47,27 +55,33 @@ class Form:
     checkpointed: bool
     num_ranks: int
     method: str
+    device: str = "cpu"
 
     def __str__(self) -> str:
         words = (self.how, "ac" * self.checkpointed, f"x{self.num_ranks}", self.method)
         return "-".join(word for word in words if word)
 
     def config(self, model: Path) -> RunConfig:
-        method, changes = METHODS[self.method]
+        method, changes = ALL_METHODS[self.method]
         return build_config(
             model,
             method,
             num_ranks=self.num_ranks,
             compile=COMPILE[self.how],
             enable_activation_checkpointing=self.checkpointed,
+            device=self.device,
             **changes,
         )
 
 
-def all_forms(num_ranks: int) -> list[Form]:
+def all_forms(num_ranks: int, *, device: str = "cpu") -> list[Form]:
     return [
-        Form(how, checkpointed, num_ranks, method)
-        for how, checkpointed, method in itertools.product(COMPILE, (False, True), METHODS)
+        *(
+            Form(how, checkpointed, num_ranks, method, device)
+            for how, checkpointed, method in itertools.product(COMPILE, (False, True), METHODS)
+        ),
+        *(Form("eager", False, num_ranks, method, device) for method in ROUNDED),
+        *(Form("block", True, num_ranks, method, device) for method in ROUNDED),
     ]
 
 
@@ -83,7 +97,6 @@ class Run:
             self.loaded = wrap_decoder(self.loaded, is_sharded=form.num_ranks > 1)
         trained = self.loaded.trained
         self.optimizer = build_optimizer(self.loaded.parameters, lr=config.optimizer.lr)
-        self.keys = trained.keys
         self.counter = Counter()
         self.state = {
             "model": ModelPart(
@@ -112,14 +125,22 @@ class Run:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the state, named as a step folder names it."""
         for name, tensor in self.state["model"].tensors.items():
-            yield f"model/{self.keys[name] if self.keys else name}", tensor
+            yield f"model/{self.state['model'].key(name)}", tensor
+        for name, master in self.loaded.stored_masters.items():
+            yield f"master/{name}", master
         for name, parameter in self.loaded.parameters.items():
             for moment, value in self.optimizer.state[parameter].items():
                 yield f"{moment}/{name}", value
 
     def arrays(self) -> Arrays:
-        """Collective: the state's values, whole."""
-        return whole(dict(self.tensors()))
+        """Collective: the state's values, whole, as a step folder holds them."""
+        part = self.state["model"]
+        # Ranks have no rounded copy of a master.
+        weights = {
+            f"model/{part.key(name)}": tensor.to(part.stored_dtype(name))
+            for name, tensor in part.tensors.items()
+        }
+        return whole(dict(self.tensors()) | weights)
 
     @torch.no_grad()
     def fill(self) -> None:
@@ -133,6 +154,8 @@ class Run:
         for name, tensor in self.tensors():
             if not name.startswith("step/"):
                 tensor.copy_(known(name, tensor))
+        for name, master in self.loaded.stored_masters.items():
+            self.state["model"].tensors[name].copy_(master)
 
 
 def known(name: str, like: Tensor) -> Tensor:
@@ -160,3 +183,47 @@ def wrap_decoder(loaded: LoadedModel, *, is_sharded: bool) -> LoadedModel:
 def is_cut(run: Run) -> bool:
     """Whether the ranks hold parts of the weights."""
     return all(isinstance(tensor, DTensor) for tensor in run.loaded.parameters.values())
+
+
+def stored(step_folder: Path) -> Arrays:
+    """Every tensor of a step folder, read by the safetensors library."""
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(step_folder.rglob("*.safetensors")):
+        prefix = "model/" if path.parent == step_folder else ""
+        found |= {f"{prefix}{key}": tensor for key, tensor in load_file(path).items()}
+    return {name: tensor.float().numpy() for name, tensor in found.items()}
+
+
+def assert_same(found: Arrays, expected: Arrays, what: object) -> None:
+    assert found.keys() == expected.keys(), what
+    different = [name for name in expected if not np.array_equal(found[name], expected[name])]
+    assert different == [], what
+
+
+def contents(step_folder: Path) -> dict[str, bytes]:
+    """The files that hold tensors or describe them, but for those that name the writer."""
+    return {
+        str(path.relative_to(step_folder)): path.read_bytes()
+        for path in sorted(step_folder.rglob("*"))
+        if path.is_file() and path.name not in ("manifest.json", "trainer.json")
+    }
+
+
+def read_and_write(rank: int, forms: Sequence[Form], model: Path, folder: Path) -> None:
+    """In each form: restore the canonical folder, compare, save it again elsewhere."""
+    num_ranks = forms[0].num_ranks
+    with World.join(forms[0].device, distributed=num_ranks > 1) as world:
+        for form in forms:
+            run = Run(form, model, world)
+            assert is_cut(run) == (num_ranks > 1)
+            run.restore(folder / form.method)
+            assert_same(run.arrays(), stored(folder / form.method / "step_1"), form)
+            run.save(folder / str(form), step=1)
+
+
+def write_canonical(folder: Path, model: Path) -> None:
+    """One checkpoint of known values for each method, written on one CPU."""
+    for method in ALL_METHODS:
+        run = Run(Form("eager", False, 1, method), model, World.single("cpu"))
+        run.fill()
+        run.save(folder / method, step=1)

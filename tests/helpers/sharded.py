@@ -135,7 +135,7 @@ def take_step(
 def whole(tensors: Mapping[str, torch.Tensor]) -> Arrays:
     """Collective: every tensor gathered by torch itself, in fp32."""
     found = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
-    return {name: t.detach().float().numpy().copy() for name, t in found.items()}
+    return {name: t.detach().float().cpu().numpy().copy() for name, t in found.items()}
 
 
 def outcomes_on_rank(rank: int, configs: Sequence[dict[str, Any]]) -> list[Outcome]:
