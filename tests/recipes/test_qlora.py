@@ -48,7 +48,10 @@ def test_a_run_is_stopped_resumed_merged_and_asked(
     assert 9_216 < start["quantized_bytes"] < 9_216 * 1.25
 
     assert legato("run", "--config", config, f"output_dir={here}", "stop_after_step=1") == 0
-    assert legato("run", "--config", config, f"output_dir={here}") == 0
+    # Saved at every step, and the weights go on as if nothing was.
+    saving = "save_every_n_train_steps=1"
+    assert legato("run", "--config", config, f"output_dir={here}", saving) == 0
+    assert steps_in(here) == [1, 2, 3]
     step = here / f"step_{steps_in(here)[-1]}"
     assert_same_tensors(step, whole / step.name)
     assert losses(here) == losses(whole)
@@ -104,6 +107,26 @@ def test_modules_that_train_as_a_whole_begin_as_the_base_has_them(base: Path) ->
     assert loaded.quantized.num_weights == 14 - 2
 
 
+WITHOUT_TORCHAO = """
+import sys
+sys.modules["torchao"] = None
+from legato.cli.main import main
+code = main(sys.argv[1:])
+assert not [name for name, module in sys.modules.items() if name[:7] == "torchao" and module]
+sys.exit(code)
+"""
+
+
+def test_a_run_that_quantizes_nothing_needs_no_torchao(base: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, model=base, recipe=LORA, max_steps=1)
+    words = ["run", "--config", str(config)]
+    told = run(
+        [sys.executable, "-c", WITHOUT_TORCHAO, *words], capture_output=True, text=True, check=False
+    )
+    assert told.returncode == 0, told.stderr
+    assert steps_in(tmp_path / "out") == [1]
+
+
 # One process imports torch once. Each model gets a process of its own, and its step another one,
 # whose high-water mark begins where the loaded model stands.
 PEAKS = """
@@ -122,24 +145,31 @@ def in_a_child(do):
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
 
+def say_peak():
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, flush=True)
+
 def measure():
-    world = World.single("cpu")
     loaded = build_model(RunConfig.model_validate(config), world=world)
+    say_peak()
     def step():
         take_step(loaded, build_optimizer(loaded.parameters, lr=1e-3), world)
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, flush=True)
+        say_peak()
     in_a_child(step)
 
-for config in json.loads(sys.argv[1]):
+world = World.single("cpu")
+small, *configs = json.loads(sys.argv[1])
+build_model(RunConfig.model_validate(small), world=world)  # imports what is imported late
+for config in configs:
     in_a_child(measure)
 """
 
 
-def test_a_step_of_qlora_takes_less_memory_than_one_of_lora_and_that_less_than_a_full_one(
-    tmp_path: Path,
+def test_qlora_loads_and_trains_in_less_memory_than_lora_and_that_in_less_than_full(
+    base: Path, tmp_path: Path
 ) -> None:
-    # Many layers: while one weight computes, it stands there in full precision and more.
-    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8}
+    # Many layers of small weights: while one of them is quantized or computes, it stands there in
+    # full precision, and 16 times while its nearest values are looked for.
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 32}
     model = tiny.write_model(tmp_path / "model", dtype=torch.bfloat16, **sizes)
     weights = (model / "model.safetensors").stat().st_size
     assert weights > 50_000_000
@@ -154,11 +184,14 @@ def test_a_step_of_qlora_takes_less_memory_than_one_of_lora_and_that_less_than_a
     full = common | {"recipe": "full_finetune_single_device"}
     # With a fixed threshold glibc gives every freed megabyte back at once.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1000000"}
-    configs = json.dumps([lora | {"quantize_base": "nf4"}, lora, full])
+    qlora = lora | {"quantize_base": "nf4"}
+    configs = json.dumps([qlora | {"model": str(base)}, qlora, lora, full])
     command = [sys.executable, "-c", PEAKS, configs]
     told = run(command, capture_output=True, text=True, env=environment, check=False)
     assert told.returncode == 0, told.stderr
-    of_qlora, of_lora, of_full = map(int, told.stdout.split())
+    loading_qlora, of_qlora, loading_lora, of_lora, _, of_full = map(int, told.stdout.split())
+    # Were the whole base there in full while it is read, loading would take as much as for LoRA.
+    assert loading_lora - loading_qlora > 0.4 * weights
     # Half a byte a weight instead of two; fp32 masters, gradients and moments on top of two.
     assert of_lora - of_qlora > 0.4 * weights
     assert of_full - of_lora > 5 * weights
