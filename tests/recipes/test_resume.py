@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from legato.data import Batch
+from legato.train.step import train_step
 from tests.helpers.runs import (
     RECIPES,
     assert_same_tensors,
@@ -169,6 +173,48 @@ def test_the_same_global_batch_cut_otherwise_is_no_change(
     cut = ["batch_size=4", "gradient_accumulation_steps=1"]
     assert legato("run", "--config", config, "max_steps=2", *cut) == 0
     assert steps_in(tmp_path / "out") == [1, 2]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_another_global_batch_goes_on_with_the_next_row_and_says_which(
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    streaming: bool,
+) -> None:
+    trained: list[list[str]] = []
+
+    def note_and_step(batches: list[Batch], **options: Any) -> Any:
+        trained.append([sample_id for batch in batches for sample_id in batch.sample_ids])
+        return train_step(batches, **options)
+
+    monkeypatch.setattr("legato.train.trainer.train_step", note_and_step)
+    length = {"streaming": True, "max_steps": 7} if streaming else {"epochs": 2}
+    config = write_config(tmp_path, model=tiny_model_dir, recipe=RECIPES[0], **length)
+    run = ["run", "--config", config, "--accept-changes"]
+    assert legato(*run, "stop_after_step=1") == 0
+    capsys.readouterr()
+    smaller = [*run, "batch_size=3", "gradient_accumulation_steps=1"]
+    assert legato(*smaller, "stop_after_step=2") == 0
+    said = " ".join(capsys.readouterr().err.split())
+    where = "block of the stream that begins with row 1 (pass 1)" if streaming else "epoch 1"
+    assert "a step takes 3 rows now, 4 before: training goes on with row 5 of the 10 of " in said
+    assert where in said
+    assert legato(*smaller, "stop_after_step=4") == 0
+    assert "rows now" not in capsys.readouterr().err
+    assert legato(*run, "batch_size=8", "gradient_accumulation_steps=1") == 0
+    assert [len(ids) for ids in trained] == [4, 3, 3, 3, 7, *([8, 2] if streaming else [])]
+    seen = list(chain.from_iterable(trained))
+    for first in range(0, len(seen), 10):
+        assert len(set(seen[first : first + 10])) == 10
+    text = (tmp_path / "out" / f"step_{len(trained)}/state/trainer.json").read_text()
+    stored = json.loads(text)["parts"]["trainer"]
+    assert stored["rows_seen"] == 20 + 10 * streaming
+    assert stored["facts"]["total_steps"] == len(trained)
+    assert stored["facts"]["global_batch_size"] == 8
+    if not streaming:
+        assert stored["data_place"] == {"epoch": 2, "taken": 0, "steps": 0}
 
 
 def test_a_checkpoint_without_state_cannot_be_resumed_and_the_message_says_how(

@@ -48,14 +48,14 @@ class StepBatches:
         num_rows: Rows of the step over all ranks.
         epoch: The pass over the data that they belong to, from 0.
         ends_epoch: Whether the next step belongs to the next pass.
-        data_place: Where a stream stands after the step, as JSON; None: the step's number says it.
+        data_place: Where the step leaves the data, as JSON: what its loader is to be given again.
     """
 
     batches: list[Batch]
     num_rows: int
     epoch: int
     ends_epoch: bool
-    data_place: Mapping[str, Any] | None = None
+    data_place: Mapping[str, Any]
 
 
 class BatchSource(Protocol):

@@ -1,17 +1,19 @@
 """Which rows a step trains on, and the tensors they become.
 
-The order of an epoch is a pure function of (seed, epoch), so a position is only a step number:
-seeking is O(1), nothing has to be replayed, and the rows of a step are the same on any number of
-ranks.
+The order of an epoch is a pure function of (seed, epoch), so a place in the data is an epoch and a
+number of its rows: seeking is O(1), nothing has to be replayed, and the rows of a step are the same
+on any number of ranks.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from legato.data.dealing import Batch, Dealer, StepBatches
 from legato.data.order import EpochOrder
+from legato.data.places import EpochPlace, StepPlaces
 from legato.data.samples import Rows, Sample
 from legato.errors import ConfigError, DataError
 
@@ -34,6 +36,9 @@ class Loader:
         max_steps_per_epoch: Ends every epoch early; 0 leaves no steps.
         rank: This process, from 0.
         world_size: Number of processes.
+        step: The last step that has been taken; 0: none.
+        place: Where it left the data, as :class:`StepBatches` gave it, however many rows a step had
+            then; None: where so many steps of this global batch lead.
         length_buckets: Row lengths, ascending: each micro-batch is padded to the next one of these,
             so that a compiled model sees few shapes.
         fill_rows: Pad every micro-batch to exactly ``batch_size`` rows.
@@ -64,6 +69,8 @@ class Loader:
         max_steps_per_epoch: int | None = None,
         rank: int = 0,
         world_size: int = 1,
+        step: int = 0,
+        place: Mapping[str, Any] | None = None,
         length_buckets: Sequence[int] | None = None,
         fill_rows: bool = False,
     ) -> None:
@@ -87,10 +94,15 @@ class Loader:
         self._dealer.check_longest(int(data.lengths.max()))
         self.global_batch_size = global_batch_size
         self.batch_size = batch_size
-        steps = math.ceil(len(self._order) / global_batch_size)
-        self.steps_per_epoch = (
-            steps if max_steps_per_epoch is None else min(steps, max_steps_per_epoch)
+        self._places = StepPlaces(
+            len(self._order),
+            rows_per_step=global_batch_size,
+            max_steps_per_epoch=max_steps_per_epoch,
+            step=0 if place is None else step,
+            place=EpochPlace(**(place or {})),
         )
+        self._next_step = step + 1
+        self.steps_per_epoch = self._places.steps_per_epoch
         self.rows_per_epoch = min(len(self._order), self.steps_per_epoch * global_batch_size)
 
     @property
@@ -100,21 +112,32 @@ class Loader:
 
     def epoch_of(self, step: int) -> int:
         """The epoch, from 0, that ``step`` (from 1) belongs to."""
-        return (step - 1) // self.steps_per_epoch if self.steps_per_epoch else 0
+        return self._places.after(step - 1).epoch
+
+    def last_step_of(self, epochs: int) -> int:
+        """The step that ends the last one of so many epochs, counted from the run's first one."""
+        return self._places.end_of(epochs)
+
+    def next_row(self) -> str:
+        """Where the next step begins, in words."""
+        place = self._places.after(self._next_step - 1)
+        return f"row {place.taken + 1:,} of the {len(self._order):,} of epoch {place.epoch + 1}"
 
     def step_rows(self, step: int) -> list[int]:
-        """Indices into the data of the rows of ``step`` (from 1), over all ranks: f(seed, step)."""
-        first = ((step - 1) % self.steps_per_epoch) * self.global_batch_size
-        order = self._order.epoch(self.epoch_of(step))
-        return [int(i) for i in order[first : first + self.global_batch_size]]
+        """Indices into the data of the rows of ``step`` (from 1), over all ranks."""
+        place = self._places.after(step - 1)
+        order = self._order.epoch(place.epoch)
+        return [int(i) for i in order[place.taken : place.taken + self.global_batch_size]]
 
     def fetch(self, step: int) -> StepBatches:
-        """This rank's part of ``step``, from 1; steps may be asked for in any order."""
+        """This rank's part of ``step``; those not yet taken may be asked for in any order."""
+        epoch, place = self.epoch_of(step), self._places.after(step)
         return StepBatches(
             batches=self.micro_batches(step),
             num_rows=len(self.step_rows(step)),
-            epoch=self.epoch_of(step),
-            ends_epoch=self.epoch_of(step) != self.epoch_of(step + 1),
+            epoch=epoch,
+            ends_epoch=place.epoch != epoch,
+            data_place=asdict(place),
         )
 
     def micro_batches(self, step: int) -> list[Batch]:
@@ -146,8 +169,10 @@ class Loader:
         return sum(int(self._data.lengths[i]) for i in rows)
 
     def first_document(self) -> Sample | None:
-        """What step 1 begins with; None if there are no steps."""
-        return self._data.documents(self.step_rows(1)[0])[0] if self.steps_per_epoch else None
+        """What the next step begins with; None if there are no steps."""
+        if not self.steps_per_epoch:
+            return None
+        return self._rows_at(self._next_step).documents(self.step_rows(self._next_step)[0])[0]
 
     def close(self) -> None:
         """Nothing is open: all is in memory."""

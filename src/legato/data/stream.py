@@ -313,6 +313,13 @@ class StreamLoader:
             ),
         )
 
+    def next_row(self) -> str:
+        """Where the next step begins, in words."""
+        return (
+            f"row {self._taken + 1:,} of the {len(self._order):,} of the block of the stream that "
+            f"begins with row {self._first_row + 1:,} (pass {self._epoch + 1})"
+        )
+
     def first_document(self) -> Sample:
         """What the next step begins with."""
         return self._rows.documents(int(self._order[self._taken]))[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,9 @@ from legato.data.dealing import Dealer
 from legato.data.loader import Loader
 from legato.data.order import EpochOrder, block_order
 from legato.data.packing import PackedData, pack_samples
+from legato.data.places import EpochPlace
 from legato.data.samples import Rows, Sample, TokenizedData
-from legato.data.stream import StreamLoader
+from legato.data.stream import StreamLoader, StreamPlace
 from legato.errors import DataError
 from legato.models.facts import model_facts
 from legato.parallel.world import World
@@ -174,7 +175,7 @@ def build_run_data(
         world: Who takes which rows.
         global_batch_size: Rows of one optimizer step over all ranks.
         step: The last step that has been taken; 0: none.
-        data_place: Where it left a stream; None: at its beginning.
+        data_place: Where it left the data; None: at its beginning.
 
     Returns:
         The data, ready to be dealt. Close its loader in the end.
@@ -183,6 +184,7 @@ def build_run_data(
         LegatoError: Data, template or tokenizer that can't be used; fewer rows than ranks.
     """
     reading = plan_reading(config, start_date=start_date)
+    data_place = _readable_place(data_place, StreamPlace if config.streaming else EpochPlace)
     if config.streaming:
         return _stream_data(
             config,
@@ -206,6 +208,8 @@ def build_run_data(
             global_batch_size=global_batch_size,
             seed=config.seed,
             max_steps_per_epoch=config.max_steps_per_epoch,
+            step=step,
+            place=data_place,
             **dealing,
         ),
         eval_loader=_eval_loader(held_out_rows, config, world, dealing),
@@ -215,6 +219,14 @@ def build_run_data(
         inputs=_inputs(config, reading, train, held_out),
         packed=rows if isinstance(rows, PackedData) else None,
     )
+
+
+def _readable_place(
+    place: Mapping[str, Any] | None, kind: type[StreamPlace | EpochPlace]
+) -> Mapping[str, Any] | None:
+    """The place, unless it is one in a stream and the data is none, or the other way round."""
+    names = {each.name for each in fields(kind)}
+    return place if place is not None and names >= place.keys() else None
 
 
 def _stream_data(

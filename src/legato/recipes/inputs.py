@@ -49,8 +49,9 @@ _EFFECTS = {
     "model_config": "the weights go on in a model that computes otherwise",
     "tokenizer": "rows are other tokens from here on",
     "chat_template": "rows are other tokens from here on",
-    "datasets": "the place in the data is a number of steps, and the order of an epoch depends on "
-    "how many rows there are, so some rows of this epoch come twice and others not at all",
+    "datasets": "the place in the data is a number of an epoch's rows, and the order of an epoch "
+    "depends on how many rows there are, so some rows of this epoch come twice and others not at "
+    "all",
     "stream": "the place in the data is a number of rows in a shuffled block, so what was put into "
     "or taken out of the block, or before it, makes rows come twice or not at all",
 }

@@ -68,7 +68,7 @@ def main(config_file: str, *overrides: str) -> None:
             checkpointer.restore(parts.saved)
 
             values, model = config.model_dump(mode="json"), parts.model
-            total_steps = plan_total_steps(config, data.loader.steps_per_epoch)
+            total_steps = plan_total_steps(config, data.loader)
             state.facts |= {"config": values, "total_steps": total_steps, "global_batch_size": rows}
             state.facts["inputs"] = data.inputs
             learning_rate = rate_of(values, total_steps=total_steps)

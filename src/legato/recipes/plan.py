@@ -10,6 +10,8 @@ from typing import Any
 from legato.checkpoint import Checkpointer, Committed
 from legato.config.resume import diff_on_resume
 from legato.config.schema import RunConfig
+from legato.data.loader import Loader
+from legato.data.stream import StreamLoader
 from legato.errors import ResumeError
 from legato.optim.schedule import learning_rate
 from legato.recipes.inputs import judged_by_contents
@@ -136,12 +138,11 @@ def say_new_process(before: Mapping[str, Any], state: TrainState) -> None:
         )
 
 
-def plan_total_steps(config: RunConfig, steps_per_epoch: int | None) -> int:
-    """Whichever of ``epochs`` and ``max_steps`` comes first, in optimizer steps; None: a stream."""
-    if config.epochs is None or steps_per_epoch is None:
-        by_epochs = None
-    else:
-        by_epochs = config.epochs * steps_per_epoch
+def plan_total_steps(config: RunConfig, loader: Loader | StreamLoader) -> int:
+    """Whichever of ``epochs`` and ``max_steps`` comes first, in optimizer steps."""
+    by_epochs = None
+    if isinstance(loader, Loader) and config.epochs is not None:
+        by_epochs = loader.last_step_of(config.epochs)
     limits = [limit for limit in (by_epochs, config.max_steps) if limit is not None]
     return min(limits)
 
@@ -181,6 +182,18 @@ def say_new_rate(state: TrainState, config: RunConfig, *, total_steps: int) -> N
             step,
             old,
             new,
+        )
+
+
+def say_new_batch(state: TrainState, loader: Loader | StreamLoader) -> None:
+    """Say where steps of another size go on in the data."""
+    old, new = stored_global_batch(state.facts), loader.global_batch_size
+    if old != new:
+        logger.warning(
+            "a step takes %d rows now, %d before: training goes on with %s",
+            new,
+            old,
+            loader.next_row(),
         )
 
 

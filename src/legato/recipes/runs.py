@@ -36,6 +36,7 @@ from legato.recipes.plan import (
     plan_total_steps,
     rate_of,
     read_state,
+    say_new_batch,
     say_new_process,
     say_new_rate,
 )
@@ -174,8 +175,9 @@ def _run_on(
     config_yaml: str,
     world: World,
 ) -> RunResult:
-    total_steps = plan_total_steps(config, data.loader.steps_per_epoch)
+    total_steps = plan_total_steps(config, data.loader)
     if checkpointer.source is not None:
+        say_new_batch(state, data.loader)
         say_new_rate(state, config, total_steps=total_steps)
     stop = config.stop_after_step
     last_step = total_steps if stop is None else min(total_steps, stop)
@@ -241,7 +243,7 @@ def preflight(config: RunConfig, *, config_name: str) -> StartFacts:
                 world=world,
                 data=data,
                 parts=parts,
-                total_steps=plan_total_steps(config, data.loader.steps_per_epoch),
+                total_steps=plan_total_steps(config, data.loader),
                 checkpoint_bytes=checkpoint_bytes(
                     sort_parts(parts.saved), with_state=not config.save_only_model
                 ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 import numpy as np
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 
 from legato.data import Batch, DataReport, Loader, Sample, TokenizedData
 from legato.data.order import permutation
-from legato.data.samples import SampleColumns
+from legato.data.packing import pack_samples
+from legato.data.samples import Rows, SampleColumns
 from legato.errors import ConfigError, DataError
 
 
@@ -28,7 +30,7 @@ def make_data(
     return columns.finish(weights=weights, report=DataReport(()))
 
 
-def make_loader(data: TokenizedData, **options: object) -> Loader:
+def make_loader(data: Rows, **options: object) -> Loader:
     defaults = {"global_batch_size": 4, "batch_size": 2, "seed": 7, "pad_id": 0}
     return Loader(data, **(defaults | options))  # type: ignore[arg-type]
 
@@ -45,6 +47,7 @@ def test_every_epoch_visits_every_row_once_and_the_last_step_may_be_short() -> N
         assert [len(each) for each in rows] == [4, 4, 2]
         assert sorted(i for each in rows for i in each) == list(range(10))
     assert [loader.epoch_of(step) for step in (1, 3, 4, 7)] == [0, 0, 1, 2]
+    assert [loader.last_step_of(epochs) for epochs in (1, 2, 5)] == [3, 6, 15]
 
 
 def test_the_order_is_frozen_across_versions_and_machines() -> None:
@@ -144,11 +147,106 @@ def test_max_steps_per_epoch_ends_every_epoch_early() -> None:
     loader = make_loader(make_data(*[3] * 10), max_steps_per_epoch=2)
     assert loader.steps_per_epoch == 2
     assert [loader.epoch_of(step) for step in (1, 2, 3)] == [0, 0, 1]
+    assert loader.last_step_of(3) == 6
     assert loader.rows_per_epoch == 8
     whole = make_loader(make_data(*[3] * 10))
     assert loader.step_rows(3) == whole.step_rows(4)
     none = make_loader(make_data(3), max_steps_per_epoch=0)
-    assert (none.steps_per_epoch, none.epoch_of(0)) == (0, 0)
+    assert (none.steps_per_epoch, none.last_step_of(2), none.first_document()) == (0, 0, None)
+
+
+Chain = list[tuple[int, int]]
+
+
+def dealt_with(chain: Chain, data: Rows, *, epochs: int) -> list[list[list[int]]]:
+    """Each epoch's rows, step by step, of a run whose parts take so many steps of so many rows.
+
+    The last part goes on to the end of ``epochs``. Every part is another process: what it knows of
+    those before is what a checkpoint holds.
+    """
+    found: list[list[list[int]]] = [[] for _ in range(epochs)]
+    rows_per_epoch = make_loader(data, global_batch_size=1).steps_per_epoch
+    step, place = 0, None
+    for number, (num_steps, rows) in enumerate(chain):
+        loader = make_loader(data, global_batch_size=rows, step=step, place=place)
+        end = step + num_steps if number < len(chain) - 1 else loader.last_step_of(epochs)
+        for step in range(step + 1, end + 1):  # noqa: B020
+            fetched = loader.fetch(step)
+            found[fetched.epoch].append(loader.step_rows(step))
+            assert fetched.num_rows == len(found[fetched.epoch][-1])
+            assert fetched.ends_epoch == (sum(map(len, found[fetched.epoch])) == rows_per_epoch)
+            place = json.loads(json.dumps(fetched.data_place))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("chain", "sizes"),
+    [
+        ([(2, 4), (0, 4)], [[4, 4, 4, 4, 4, 1], [4, 4, 4, 4, 4, 1]]),
+        ([(2, 4), (0, 8)], [[4, 4, 8, 5], [8, 8, 5]]),
+        ([(2, 8), (0, 3)], [[8, 8, 3, 2], [3, 3, 3, 3, 3, 3, 3]]),
+        ([(3, 8), (0, 4)], [[8, 8, 5], [4, 4, 4, 4, 4, 1]]),  # changed where an epoch ends
+        ([(4, 8), (1, 3), (2, 5), (0, 2)], [[8, 8, 5], [8, 3, 5, 5]]),
+        ([(1, 4), (1, 100), (0, 21)], [[4, 17], [21]]),
+    ],
+)
+def test_steps_of_another_size_go_on_with_the_next_row_and_every_row_comes_once_an_epoch(
+    chain: Chain, sizes: list[list[int]]
+) -> None:
+    data = make_data(*[3] * 21)
+    found = dealt_with(chain, data, epochs=2)
+    assert [[len(rows) for rows in epoch] for epoch in found] == sizes
+    for epoch, steps in enumerate(found):
+        # In the order that the epoch has whatever the steps are.
+        assert [i for rows in steps for i in rows] == permutation(21, seed=7, epoch=epoch).tolist()
+
+
+def test_steps_of_another_size_go_on_with_the_next_row_of_packs_and_of_mixed_data_sets() -> None:
+    mixed = make_data(*[3] * 12, weights=(2.5, 0.5), second_from=4)
+    packed = pack_samples(make_data(*[3 + i % 3 for i in range(40)]), max_seq_len=10, seed=7)
+    for data, num_rows in ((mixed, 14), (packed, len(packed))):
+        whole = dealt_with([(0, num_rows)], data, epochs=2)
+        for chain in ([(2, 4), (0, 8)], [(1, 8), (2, 3), (0, 5)]):
+            found = dealt_with(chain, data, epochs=2)
+            assert [[i for rows in epoch for i in rows] for epoch in found] == [
+                epoch[0] for epoch in whole
+            ]
+
+
+def test_max_steps_per_epoch_counts_the_steps_that_had_another_size() -> None:
+    data = make_data(*[3] * 40)
+    place = make_loader(data, max_steps_per_epoch=5).fetch(2).data_place
+    assert place == {"epoch": 0, "taken": 8, "steps": 2}
+    for most, sizes in ((5, [8, 8, 8]), (4, [8, 8]), (2, []), (1, [])):
+        loader = make_loader(
+            data, global_batch_size=8, max_steps_per_epoch=most, step=2, place=place
+        )
+        assert loader.last_step_of(1) == 2 + len(sizes)
+        assert [len(loader.step_rows(3 + n)) for n in range(len(sizes))] == sizes
+        first_of_next = 3 + len(sizes)
+        assert loader.epoch_of(first_of_next) == 1
+        expected = permutation(40, seed=7, epoch=1).tolist()
+        assert loader.step_rows(first_of_next) == expected[:8]
+        assert loader.last_step_of(2) == 2 + len(sizes) + most
+
+
+def test_a_place_behind_the_end_of_smaller_data_is_the_next_epoch() -> None:
+    place = make_loader(make_data(*[3] * 20)).fetch(3).data_place
+    loader = make_loader(make_data(*[3] * 12), step=3, place=place)
+    assert loader.epoch_of(4) == 1
+    assert loader.step_rows(4) == permutation(12, seed=7, epoch=1).tolist()[:4]
+    assert [loader.last_step_of(epochs) for epochs in (1, 2)] == [3, 6]
+
+
+def test_the_next_row_is_told_and_shown() -> None:
+    data = make_data(*[3] * 10)
+    for step, said in ((0, "row 1 of the 10 of epoch 1"), (5, "row 9 of the 10 of epoch 2")):
+        place = make_loader(data).fetch(step).data_place if step else None
+        loader = make_loader(data, global_batch_size=8, step=step, place=place)
+        assert loader.next_row() == said
+        shown = loader.first_document()
+        assert shown is not None
+        assert shown.sample_id == data.sample_id(loader.step_rows(step + 1)[0])
 
 
 def test_weights_repeat_rows_and_draw_a_new_part_in_every_epoch() -> None:
