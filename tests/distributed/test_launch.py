@@ -10,7 +10,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
+from legato.report.metrics import read_events
 from tests.helpers.launches import Launched
 from tests.helpers.runs import legato, losses, steps_in, write_config
 
@@ -42,6 +44,16 @@ def test_one_world_is_one_log(whole: Launched) -> None:
     assert sorted(logs) == ["rank_0.log", "rank_1.log"]
     assert logs["rank_1.log"].startswith("--- rank 1 of 2, process ")
     assert steps_in(whole.output_dir) == [2]
+
+
+def test_the_start_says_what_the_ranks_read_of_the_model(
+    whole: Launched, tiny_model_dir: Path
+) -> None:
+    size = sum(t.nbytes for t in load_file(tiny_model_dir / "model.safetensors").values())
+    start = next(read_events(whole.output_dir / "metrics.jsonl"))
+    assert (start["least_bytes_read"], start["most_bytes_read"]) == (size // 2, size // 2)
+    text: str = whole.text  # type: ignore[attr-defined]
+    assert f"each rank read its part, {size / 2000:.1f} kB" in text
 
 
 def test_plain_torchrun_starts_the_same_run(

@@ -32,7 +32,8 @@ def start_facts(
     source: str | None = None,
     resume_step: int = 0,
 ) -> StartFacts:
-    """Gather what the start block shows."""
+    """Collective: gather what the start block shows."""
+    reads = [num_bytes for num_bytes in world.gather(parts.bytes_read) if num_bytes is not None]
     when = config.save_every_n_train_steps
     if isinstance(when, int):
         save_when = f"every {when} steps"
@@ -44,7 +45,8 @@ def start_facts(
         model=config.model,
         num_parameters=parts.num_parameters,
         num_trainable_parameters=parts.num_trainable_parameters,
-        bytes_read=parts.bytes_read,
+        least_bytes_read=min(reads, default=None),
+        most_bytes_read=max(reads, default=None),
         quantize_base=config.quantize_base,
         num_quantized_weights=parts.quantized.num_weights if parts.quantized else 0,
         quantized_bytes=parts.quantized.num_bytes if parts.quantized else 0,

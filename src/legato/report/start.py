@@ -18,7 +18,9 @@ class StartFacts:
         model: Hub id or folder of the base model.
         num_parameters: Parameters of the model, tied ones once.
         num_trainable_parameters: Those that the optimizer changes.
-        bytes_read: Bytes of weights that this rank read, of a model that ranks share; None: all.
+        least_bytes_read: Fewest bytes of weights that a rank read, of a model that ranks share;
+            None: each read all.
+        most_bytes_read: The most that one of them read.
         quantize_base: ``none``, or what the frozen weights are kept in, such as ``nf4``.
         num_quantized_weights: How many weights that are.
         quantized_bytes: What they take, counted once however many ranks share them.
@@ -55,7 +57,8 @@ class StartFacts:
     model: str
     num_parameters: int
     num_trainable_parameters: int
-    bytes_read: int | None = None
+    least_bytes_read: int | None = None
+    most_bytes_read: int | None = None
     quantize_base: str = "none"
     num_quantized_weights: int = 0
     quantized_bytes: int = 0
@@ -148,8 +151,9 @@ def _three_figures(value: float) -> str:
 
 def _parameters(facts: StartFacts) -> str:
     read = ""
-    if facts.bytes_read is not None:
-        read = f"; this rank read its part, {human_bytes(facts.bytes_read)}"
+    if facts.least_bytes_read is not None and facts.most_bytes_read is not None:
+        sizes = dict.fromkeys(map(human_bytes, (facts.least_bytes_read, facts.most_bytes_read)))
+        read = f"; each rank read its part, {' to '.join(sizes)}"
     if facts.num_trainable_parameters == facts.num_parameters:
         return f"{human_count(facts.num_parameters)}, all trained{read}"
     share = 100 * facts.num_trainable_parameters / facts.num_parameters

@@ -70,7 +70,8 @@ def test_the_block_of_a_resumed_lora_run_on_four_gpus_reads_like_this() -> None:
     facts = replace(
         FULL,
         num_trainable_parameters=4_884_480,
-        bytes_read=67_300_000,
+        least_bytes_read=67_300_000,
+        most_bytes_read=67_400_000,
         master_weights="none",
         device="cuda",
         device_detail="H200",
@@ -87,7 +88,8 @@ def test_the_block_of_a_resumed_lora_run_on_four_gpus_reads_like_this() -> None:
     lines = start_block(facts).splitlines()
     assert len(lines) < 15
     assert lines[2:] == [
-        "parameters    135M, 4.88M of them trained (3.6 %); this rank read its part, 67.3 MB",
+        "parameters    135M, 4.88M of them trained (3.6 %); each rank read its part, "
+        "67.3 MB to 67.4 MB",
         "precision     bf16, no master weights",
         "device        4 x cuda (H200)",
         "data          960 samples, 58.0k tokens, 50 % of them trained",
