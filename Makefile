@@ -44,7 +44,7 @@ bench: $(BENCH_INSTALLED) $(TEST_MODEL)/config.json
 bench-checkpoint: $(INSTALLED) $(TEST_MODEL)/config.json
 	mkdir -p out/bench
 	$(BIN)/python bench/checkpoint.py --json out/bench/checkpoint.json
-	$(BIN)/python bench/checkpoint.py --rss --world 1 2 --json out/bench/checkpoint-memory.json
+	$(BIN)/python bench/checkpoint.py --rss --json out/bench/checkpoint-memory.json
 	$(BIN)/python bench/overhead.py --model $(TEST_MODEL) --json out/bench/overhead.json
 
 bench-data: $(INSTALLED) $(TEST_MODEL)/config.json
