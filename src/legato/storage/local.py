@@ -21,7 +21,11 @@ _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
 # as fast. What is small isn't worth a call: the fsync at the end takes it along.
 _PIECE_BYTES = 8 * 1024**2
 _SMALL_BYTES = 256 * 1024
-_SYNC_FILE_RANGE_WRITE = 2  # start writing back, wait for nothing: linux/fs.h
+# linux/fs.h: start writing back and wait for nothing; wait before, start, wait after.
+_SYNC_FILE_RANGE_WRITE = 2
+_SYNC_FILE_RANGE_WAIT = 1 | 2 | 4
+# How far a file's bytes on their way to the disk lie behind those that are being copied.
+_ON_THEIR_WAY_BYTES = 64 * 1024**2
 
 
 class LocalStorage:
@@ -86,9 +90,12 @@ class LocalStorage:
                 view, offset = view[num_read:], offset + num_read
 
     def sync_file(self, path: str) -> None:
-        """Make the bytes of a file durable."""
+        """Make the bytes of a file durable; a large one's leave the page cache."""
         with _opened(path, os.O_RDONLY) as fd:
             os.fsync(fd)
+            size_bytes = os.fstat(fd).st_size
+            if size_bytes >= _SMALL_BYTES:
+                _drop_cached(fd, 0, size_bytes)
 
     def sync_folder(self, path: str) -> None:
         """Make the names in a folder durable: what was created, renamed and removed there."""
@@ -189,14 +196,33 @@ def _write_all(fd: int, offset: int, data: Buffer, path: str) -> None:
         except OSError as error:
             error.filename = path
             raise
-        _start_writeback(fd, offset, num_written)
+        if num_written >= _SMALL_BYTES:
+            _start_writeback(fd, offset, num_written)
         view, offset = view[num_written:], offset + num_written
 
 
 def _start_writeback(fd: int, offset: int, num_bytes: int) -> None:
-    """Let the disk begin on these bytes. Only a hint: what counts is the fsync, and its errors."""
-    if _sync_file_range is not None and num_bytes >= _SMALL_BYTES:
-        _sync_file_range(fd, offset, num_bytes, _SYNC_FILE_RANGE_WRITE)
+    """Let the disk begin on these bytes, and let go of as many that were copied a while before.
+
+    A checkpoint is read by nobody here for now. Left in the page cache it would push out what
+    training reads, and each new page costs the kernel more than the copy: with SmolLM2-135M's
+    1.9 GB, 2.4 s of CPU a save instead of 0.9. Only hints: what counts is the fsync.
+    """
+    if _sync_file_range is None:
+        return
+    _sync_file_range(fd, offset, num_bytes, _SYNC_FILE_RANGE_WRITE)
+    behind = offset - _ON_THEIR_WAY_BYTES
+    if behind > 0:
+        start = max(0, behind - num_bytes)
+        _sync_file_range(fd, start, behind - start, _SYNC_FILE_RANGE_WAIT)
+        _drop_cached(fd, start, behind - start)
+
+
+def _drop_cached(fd: int, offset: int, num_bytes: int) -> None:
+    """Give the memory of bytes that are on disk back; what isn't on disk yet stays."""
+    if hasattr(os, "posix_fadvise"):  # Linux
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
 
 def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:

@@ -275,3 +275,29 @@ def test_a_write_of_several_pieces_arrives_whole_at_its_offset(
     storage.write_at(path, 7, data)
     storage.sync_file(path)
     assert Path(path).read_bytes() == bytes(7) + data
+
+
+def is_cached(path: str, offset: int) -> bool:
+    """Whether a page of a file lies in memory, by a read that doesn't wait for the disk."""
+    with open(path, "rb", buffering=0) as file:
+        try:
+            os.preadv(file.fileno(), [bytearray(1)], offset, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno == errno.EOPNOTSUPP:
+                pytest.skip("this file system can't tell")
+            raise
+    return True
+
+
+@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="only Linux tells what is cached")
+def test_what_was_written_doesnt_stay_in_the_page_cache(tmp_path: Path) -> None:
+    path, mebibyte = str(tmp_path / "file"), 1024**2
+    storage = LocalStorage()
+    storage.create_file(path, 96 * mebibyte)
+    storage.write_at(path, 0, bytes(96 * mebibyte))
+    assert not is_cached(path, 4 * mebibyte)  # more than 64 MiB behind
+    assert is_cached(path, 95 * mebibyte)
+    storage.sync_file(path)
+    assert not is_cached(path, 95 * mebibyte)
