@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from peft import PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from legato.config.catalog import hub_names
 from tests.helpers import tiny
-from tests.helpers.runs import legato, steps_in
+from tests.helpers.runs import legato, losses, steps_in
 
 SMALL = {
     "vocab_size": 272,
@@ -96,3 +98,44 @@ def test_a_shipped_config_runs_two_steps_on_its_shrunk_family(tmp_path: Path, na
     step = out / "step_2"
     reloaded = AutoModelForCausalLM.from_pretrained(step)  # full: the model; LoRA: base + adapter
     assert reloaded(torch.arange(4)[None]).logits.shape == (1, 4, 272)
+
+
+@pytest.mark.parametrize(
+    ("method", "rate"),  # of step 5, by hand: 4 of 50 steps of warm-up towards 2e-5 and 3e-4
+    [("full", "1.6e-06"), ("lora", "2.4e-05")],
+)
+def test_a_first_command_again_and_with_more_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str, rate: str
+) -> None:
+    model = tiny.write_model(tmp_path / "model", max_position_embeddings=1024)
+    rows = [{"instruction": f"Say {i}", "input": "", "output": f"number {i}"} for i in range(600)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    out = tmp_path / "out"
+    command = ["run", f"{method}_finetune_single_device", "--config"]
+    command += [f"smollm2/135M_{method}_single_device", f"model={model}"]
+    command += [f"datasets.0.path={tmp_path / 'rows.json'}", "datasets.0.type=alpaca"]
+    command += ["save_every_n_train_steps=2", f"output_dir={out}", "max_steps=4"]
+    assert legato(*command) == 0
+    assert steps_in(out) == [2, 4]
+
+    base = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+    if method == "full":
+        loaded = AutoModelForCausalLM.from_pretrained(out / "step_4")
+    else:
+        loaded = PeftModel.from_pretrained(base, out / "step_4")
+    prompt = AutoTokenizer.from_pretrained(out / "step_4")("Say 7", return_tensors="pt")
+    answer = loaded.generate(**prompt, max_new_tokens=2, min_new_tokens=2)
+    assert answer.shape[1] == prompt["input_ids"].shape[1] + 2
+
+    capsys.readouterr()
+    assert legato(*command) == 0
+    said = capsys.readouterr().err
+    assert f"nothing left to do: {out} has done step 4 of 4" in said
+    assert "lr at step" not in said
+    assert legato(*command[:-1], "max_steps=6") == 0
+    assert (
+        "the schedule was planned anew (4 steps before, 6 now): "
+        f"lr at step 5: {rate}, as before; the same up to step 6, the last"
+    ) in capsys.readouterr().err
+    assert steps_in(out) == [4, 6]
+    assert sorted(losses(out)) == [1, 2, 3, 4, 5, 6]

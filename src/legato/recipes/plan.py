@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -168,21 +168,41 @@ def rate_of(config: Mapping[str, Any], *, total_steps: int) -> partial[float]:
 
 
 def say_new_rate(state: TrainState, config: RunConfig, *, total_steps: int) -> None:
-    """Say what a changed length or schedule does to the learning rate of the next step."""
-    step = state.step + 1
-    old_total = state.facts["total_steps"]
-    old = rate_of(state.facts["config"], total_steps=old_total)(step)
-    new = rate_of(config.model_dump(mode="json"), total_steps=total_steps)(step)
-    if old != new:
-        logger.warning(
-            "the schedule was planned anew (%d steps before, %d now): lr at step %d: was %.3g, "
-            "now %.3g",
-            old_total,
-            total_steps,
-            step,
-            old,
-            new,
-        )
+    """Say what another length or schedule does to the learning rate of the steps that follow."""
+    old_total, step = state.facts["total_steps"], state.step + 1
+    old = rate_of(state.facts["config"], total_steps=old_total)
+    new = rate_of(config.model_dump(mode="json"), total_steps=total_steps)
+    if old_total == total_steps and old.keywords == new.keywords:
+        return
+    logger.warning(
+        "the schedule was planned anew (%d steps before, %d now): %s",
+        old_total,
+        total_steps,
+        compare_rates(old, new, step=step, last_step=total_steps),
+    )
+
+
+def compare_rates(
+    old: Callable[[int], float], new: Callable[[int], float], *, step: int, last_step: int
+) -> str:
+    """What becomes of the learning rate, in words.
+
+    Args:
+        old: ``step -> lr`` as it was planned before.
+        new: The same as it is planned now.
+        step: The next step.
+        last_step: Step at which the run ends.
+
+    Returns:
+        The rate of the next step before and now; where that is the same, how long it stays so.
+    """
+    if old(step) != new(step):
+        return f"lr at step {step}: was {old(step):.3g}, now {new(step):.3g}"
+    same = f"lr at step {step}: {new(step):.3g}, as before"
+    parting = next((s for s in range(step + 1, last_step + 1) if old(s) != new(s)), None)
+    if parting is None:
+        return f"{same}; the same up to step {last_step}, the last"
+    return f"{same}; from step {parting} on another"
 
 
 def say_new_batch(state: TrainState, loader: Loader | StreamLoader) -> None:

@@ -176,14 +176,14 @@ def _run_on(
     world: World,
 ) -> RunResult:
     total_steps = plan_total_steps(config, data.loader)
-    if checkpointer.source is not None:
-        say_new_batch(state, data.loader)
-        say_new_rate(state, config, total_steps=total_steps)
     stop = config.stop_after_step
     last_step = total_steps if stop is None else min(total_steps, stop)
     if checkpointer.source is not None and state.step >= last_step:
         logger.info(nothing_left(state.step, config, total_steps=total_steps))
         return RunResult(output_dir=Path(config.output_dir), last_step=state.step)
+    if checkpointer.source is not None:
+        say_new_batch(state, data.loader)
+        say_new_rate(state, config, total_steps=total_steps)
 
     parts = build_parts(config, data, world=world, state=state)
     checkpointer.restore(parts.saved)
