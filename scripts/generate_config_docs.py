@@ -53,9 +53,9 @@ is the value) and `'~key'` removes one. `${key}` stands for another key's value.
 *On resume* says what happens when a run goes on with another value: **fixed** is an error, as
 the checkpoints hold other tensors; **refuse** is an error that `--accept-changes` makes a warning;
 **contents** may name another path to what the run was trained on, as that is
-[compared](checkpoints.md#what-is-compared-at-a-resume), and is refuse where something else is there
-(evaluation data: warn); **warn** is said and followed; **free** may change at any time.
-`batch_size` and `gradient_accumulation_steps` are refused only if their product changes.
+[compared](checkpoints.md#what-is-compared-at-a-resume), and is refuse where something else is
+there; **warn** is said and followed; **free** may change at any time. `batch_size` and
+`gradient_accumulation_steps` are refused only if their product changes.
 """
 
 TABLE_HEAD = "| key | type | default | on resume | meaning |\n| --- | --- | --- | --- | --- |"

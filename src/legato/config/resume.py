@@ -59,8 +59,8 @@ def diff_on_resume(
         global_batch_size: Rows of a step of the resumed run, over all its ranks; None: its config
             says it.
         world_size: Number of processes of this start.
-        by_contents: Keys such as ``datasets.0.path`` that are to be judged by what lies there, not
-            here: those of the class ``contents`` that the run recorded it of.
+        by_contents: Paths such as ``datasets.0.path`` that are to be judged by what lies there, not
+            here: those that the run recorded it of.
 
     Returns:
         Changes that a run can't follow, and changes that it follows but that should be said. Keys
@@ -83,7 +83,7 @@ def diff_on_resume(
         for path, was, value in _differences((name,), before[name], now[name]):
             on_resume = _on_resume(path)
             change = Change(_dotted(path), was, value, is_fixed=on_resume == "fixed")
-            if on_resume == "contents" and change.key in by_contents:
+            if change.key in by_contents:
                 continue
             if on_resume in ("fixed", "refuse", "contents"):
                 refused.append(change)

@@ -97,7 +97,7 @@ def test_a_path_is_left_to_its_contents_only_where_the_run_recorded_them() -> No
     old = build().model_dump(mode="json")
     elsewhere = [{"path": "b", "columns": {"prompt": "x"}}]
     new = build(model="./m", datasets=elsewhere, chat_template="chatml", seed=1)
-    recorded = ["model", "datasets.0.path", "seed"]
+    recorded = ["model", "datasets.0.path"]
     found = [str(change) for change in diff_on_resume(old, new, by_contents=recorded)[0]]
     assert found == [
         "seed: was 0, now 1",
@@ -106,6 +106,27 @@ def test_a_path_is_left_to_its_contents_only_where_the_run_recorded_them() -> No
     ]
     without = [change.key for change in diff_on_resume(old, new)[0]]
     assert without[:3] == ["model", "seed", "datasets.0.path"]
+
+
+def test_everything_about_evaluation_data_may_change_and_is_said() -> None:
+    path = {"path": "a"}
+    old = build(val_set_size=0, eval_datasets=[path | {"columns": {"prompt": "q"}}])
+    other = {"path": "b", "type": "alpaca", "split": "test", "weight": 2.0}
+    new = build(val_set_size=0, eval_datasets=[other])
+    refused, warned = diff_on_resume(old.model_dump(mode="json"), new)
+    assert (refused, [str(change) for change in warned]) == (
+        (),
+        [
+            "eval_datasets.0.path: was a, now b",
+            "eval_datasets.0.type: was null, now alpaca",
+            "eval_datasets.0.columns.prompt: was q, now absent",
+            "eval_datasets.0.split: was null, now test",
+            "eval_datasets.0.weight: was 1.0, now 2.0",
+        ],
+    )
+    recorded = ["eval_datasets.0.path"]
+    warned = diff_on_resume(old.model_dump(mode="json"), new, by_contents=recorded)[1]
+    assert warned[0].key == "eval_datasets.0.type"
 
 
 def test_a_data_set_that_was_added_is_no_other_path() -> None:
