@@ -6,6 +6,7 @@
 #     make bench-resume    from the start of the process to the first resumed step
 #     make bench-compile   eager, each block compiled, the whole model compiled
 #     make soak     200 saves, killed at random
+#     make test-demo    the whole demo, with the score that it must reach
 # PYTHON=python3.12 chooses another interpreter; pip's own settings (PIP_...) are respected.
 
 PYTHON ?= python3
@@ -16,7 +17,7 @@ BENCH_INSTALLED := .venv/.installed-bench
 TEST_MODEL := $(or $(LEGATO_TEST_SMOLLM2),.cache/smollm2-135m-instruct)
 PYTEST := LEGATO_TEST_SMOLLM2=$(abspath $(TEST_MODEL)) HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test check format bench bench-checkpoint bench-compile bench-data bench-resume soak clean
+.PHONY: demo test check format bench bench-checkpoint bench-compile bench-data bench-resume soak test-demo clean
 
 demo: $(INSTALLED)
 	$(BIN)/legato demo
@@ -61,6 +62,10 @@ bench-resume: $(BENCH_INSTALLED) $(TEST_MODEL)/config.json
 
 soak: $(INSTALLED)
 	LEGATO_SOAK_SAVES=200 $(PYTEST) tests/crash/test_soak.py -s
+
+# With as many threads as there are cores: minutes, and not a part of `make test`.
+test-demo: $(INSTALLED) $(TEST_MODEL)/config.json
+	LEGATO_TEST_DEMO=1 $(filter-out OMP_NUM_THREADS=%,$(PYTEST)) tests/unit/demo/test_flow.py
 
 clean:
 	rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

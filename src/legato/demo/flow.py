@@ -270,6 +270,9 @@ def _tell(
             steps=steps,
         )
     )
+    warning = story.shortfall(data, after=after, folder=paths.folder)
+    if warning is not None:
+        show(f"\n{warning}")
 
 
 def _saved_steps(paths: DemoPaths) -> list[story.SavedStep]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from legato.demo.measure import (
     write_answers,
 )
 from legato.demo.orders import Order, OrderData
-from legato.demo.story import SavedStep, examples, saved_steps, scores, what_next
+from legato.demo.story import SavedStep, examples, saved_steps, scores, shortfall, what_next
 
 MUGS = Order("Six red mugs to Oslo.", "A", "mugs", "red", 6, "Oslo")
 ROPES = Order("I need 2 blue ropes in Rome.", "B", "ropes", "blue", 2, "Rome")
@@ -75,6 +76,19 @@ def test_checkpoints_are_listed_with_the_time_that_training_waited() -> None:
         "step_8      1.88 GB   2.35 s         0.10 s",
         "step_16     84.0 MB   14 s           0.10 s",
     ]
+
+
+def test_too_few_exact_answers_are_warned_of_with_what_to_do() -> None:
+    warning = shortfall(DATA, after=AFTER, folder=Path("x"))
+    assert warning == (
+        "WARNING: only 1 of 2 held-out orders are exact after 24 steps, and 2 (95%) were "
+        "expected. Train on:\n    legato demo --dir x --steps 32"
+    )
+    many = replace(DATA, held_out=(MUGS,) * 80)
+    for num_exact, is_enough in ((75, False), (76, True), (80, True)):
+        answers = (MUGS.answer,) * num_exact + ("",) * (80 - num_exact)
+        warning = shortfall(many, after=replace(AFTER, held_out=answers), folder=Path("x"))
+        assert (warning is None) is is_enough
 
 
 def test_what_next_names_the_folder_where_it_isnt_the_usual_one() -> None:
