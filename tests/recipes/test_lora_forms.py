@@ -10,7 +10,6 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from legato.recipes import runs
 from legato.recipes.parts import RunParts
 from tests.helpers.runs import RECIPES, assert_same_tensors, legato, tensors, write_config
 
@@ -23,20 +22,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "whole beside nf4": {"lora_modules_to_save": ["embed_tokens"], "quantize_base": "nf4"},
     "whole in bf16": {"lora_modules_to_save": ["lm_head", "input_layernorm"], "dtype": "bf16"},
 }
-
-
-@pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> list[RunParts]:
-    """The parts of each run of a test, as they are when it has ended."""
-    seen: list[RunParts] = []
-    build = runs.build_parts
-
-    def remember(*words: Any, **options: Any) -> RunParts:
-        seen.append(build(*words, **options))
-        return seen[-1]
-
-    monkeypatch.setattr(runs, "build_parts", remember)
-    return seen
 
 
 @pytest.mark.parametrize("form", FORMS)

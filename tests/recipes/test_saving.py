@@ -10,6 +10,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from legato.recipes.parts import RunParts
 from tests.helpers.runs import RECIPES, legato, losses, steps_in, tensors, write_config
 
 
@@ -65,8 +66,8 @@ def test_max_steps_per_epoch_0_trains_nothing_and_writes_step_0(
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_full_step_folder_is_a_hugging_face_model_with_the_trained_weights(
-    tmp_path: Path, tiny_model_dir: Path, dtype: str
+def test_a_full_step_folder_is_a_hugging_face_model_with_the_logits_of_the_live_one(
+    tmp_path: Path, tiny_model_dir: Path, dtype: str, built: list[RunParts]
 ) -> None:
     config = write_config(tmp_path, model=tiny_model_dir, recipe=RECIPES[0])
     assert legato("run", "--config", config, f"dtype={dtype}", "max_steps=2") == 0
@@ -83,6 +84,13 @@ def test_a_full_step_folder_is_a_hugging_face_model_with_the_trained_weights(
         if not torch.equal(before, after.float())
     ]
     assert len(moved) == len(list(model.parameters()))
+    (parts,) = built
+    assert bool(parts.model.masters and parts.model.masters.copies) == (dtype == "bf16")
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        live = parts.model.module.eval()(input_ids=ids).logits
+        assert torch.equal(model.eval()(input_ids=ids).logits, live)
+        assert (live.float() - base.eval()(input_ids=ids).logits).abs().max() > 1e-2
     tokenizer = AutoTokenizer.from_pretrained(step)
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(tiny_model_dir).chat_template
     prompt = tokenizer.apply_chat_template(
