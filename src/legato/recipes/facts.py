@@ -106,12 +106,12 @@ def introduce(facts: StartFacts, data: RunData) -> None:
     if data.eval_loader is not None:
         logger.info("evaluation: %d rows held out", data.eval_loader.rows_per_epoch)
     logger.info("%s", start_block(facts))
-    console = Console(stderr=True)
     sample = data.loader.first_document()
     if sample is not None:
-        console.print(
-            f"one sample ({sample.sample_id}), what is trained in [[ ]]:", highlight=False
+        logger.info("one sample (%s), what is trained in [[ ]]:", sample.sample_id)
+        # Not wrapped: a line break that isn't in the sample would look like one of its own.
+        Console(stderr=True, soft_wrap=True).print(
+            marked_sample(sample, data.tokenizer, brackets=True)
         )
-        console.print(marked_sample(sample, data.tokenizer, brackets=True))
     for line in facts.advice:
         logger.warning("%s", line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,8 @@ from legato.parallel.world import World
 from legato.recipes.ranks import check_shared_storage
 from legato.report.metrics import Logger, MetricsLog
 from legato.storage.writing import writing_to
+
+logger = logging.getLogger(__name__)
 
 METRICS_NAME = "metrics.jsonl"
 # The first line of a resolved config: by it a run knows that the file is its to replace.
@@ -52,10 +55,20 @@ def output_folder(config: RunConfig, *, config_name: str, world: World) -> Itera
 
 
 def write_config(config: RunConfig, *, config_name: str, config_yaml: str) -> None:
-    """Write the resolved config into output_dir; `CheckpointWriteError` where that can't be."""
+    """Write the resolved config into output_dir, and say where.
+
+    Args:
+        config: The run.
+        config_name: What it is called.
+        config_yaml: The resolved config as text.
+
+    Raises:
+        CheckpointWriteError: It can't be written.
+    """
     with writing_to(config.output_dir):
         path = Path(config.output_dir, f"{config_name}.yaml")
         path.write_text(_CONFIG_HEADER + config_yaml, encoding="utf-8")
+    logger.info("config: %s (resolved)", path)
 
 
 def open_metrics(
