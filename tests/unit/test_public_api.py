@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib
 import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import legato
+
+SOURCE = Path(legato.__file__).parent
+WITH_EXAMPLES = sorted(
+    ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts)
+    for path in SOURCE.rglob("*.py")
+    if ">>> " in path.read_text(encoding="utf-8")
+)
 
 
 def test_every_public_name_is_there_and_listed_once_in_order() -> None:
@@ -50,3 +59,17 @@ def test_a_room_imports_only_what_it_needs(statement: str, absent: list[str]) ->
     program = f"import sys; {statement}; print([m for m in {absent!r} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
+
+
+def test_there_are_examples_in_docstrings() -> None:
+    assert len(WITH_EXAMPLES) >= 10
+
+
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
+def test_the_examples_in_docstrings_give_what_they_say(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # one of them writes a file
+    found = doctest.testmod(importlib.import_module(name))
+    assert found.attempted > 0
+    assert found.failed == 0

@@ -53,10 +53,10 @@ class MetricsLog:
         OSError: The file can't be opened for writing.
 
     Example:
-        >>> log = MetricsLog("/tmp/legato_metrics_example.jsonl", clock=lambda: 0.0)
+        >>> log = MetricsLog("metrics.jsonl", clock=lambda: 0.0)
         >>> log.write("eval", step=3, eval_loss=float("nan"))
         >>> log.close()
-        >>> Path("/tmp/legato_metrics_example.jsonl").read_text().splitlines()[-1]
+        >>> Path("metrics.jsonl").read_text().splitlines()[-1]
         '{"event": "eval", "time": 0.0, "step": 3, "eval_loss": null, "eval_loss_text": "nan"}'
     """
 
