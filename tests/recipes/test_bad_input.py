@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -160,6 +161,12 @@ CASES: list[tuple[Case, int, list[str]]] = [
 ]
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Every file below, to the byte; its lock excepted, which names the latest process."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return {path: path.read_bytes() for path in files}
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(
     ("case", "code", "words"), CASES, ids=[case.__name__ for case, *_ in CASES]
@@ -184,19 +191,58 @@ def test_bad_input_is_one_message_before_step_1_and_leaves_nothing(
     assert sorted(tmp_path.glob("**/*")) == before
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_shapes(
-    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("verb", [["run"]], ids=" ".join)
+def test_a_disk_with_no_room_for_one_checkpoint_is_one_message_and_nothing_is_written(
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    verb: list[str],
+    recipe: str,
 ) -> None:
-    config = write_config(tmp_path, model=tiny_model_dir, recipe=RECIPES[0])
+    config = write_config(tmp_path, model=tiny_model_dir, recipe=recipe)
+    before = contents(tmp_path)
+    ask = os.statvfs
+
+    def nearly_full(path: str | Path) -> os.statvfs_result:
+        values = list(ask(path))
+        values[1], values[4] = 512, 2  # fragment size in bytes, free fragments
+        return os.statvfs_result(values)
+
+    monkeypatch.setattr(os, "statvfs", nearly_full)
+    assert legato(*verb, "--config", config) == 3
+    message = capsys.readouterr().err
+    assert message.count("error:") == 1
+    assert "Traceback" not in message
+    assert f"{tmp_path / 'out'} has " in message
+    assert "free, one checkpoint takes " in message
+    assert contents(tmp_path) == before
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shapes"),
+    [(RECIPES[0], ("(272, 32)", "(272, 48)")), (RECIPES[1], ("(4, 32)", "(4, 48)"))],
+)
+def test_a_checkpoint_of_another_model_is_refused_with_shapes_and_left_as_it_is(
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    recipe: str,
+    shapes: tuple[str, str],
+) -> None:
+    config = write_config(tmp_path, model=tiny_model_dir, recipe=recipe)
     assert legato("run", "--config", config, "max_steps=1") == 0
     other = write_model(tmp_path / "wide", hidden_size=48)
+    before = contents(tmp_path)
     capsys.readouterr()
     arguments = ["max_steps=2", f"model={other}", "--accept-changes"]
     assert legato("run", "--config", config, *arguments) == 1
     message = capsys.readouterr().err
-    assert "step_1" in message
-    assert "(272, 32)" in message
-    assert "(272, 48)" in message
+    assert message.count("error:") == 1
+    assert all(word in message for word in ("step_1", *shapes)), message
+    assert contents(tmp_path) == before
 
 
 def test_a_model_family_whose_file_keys_differ_is_refused_by_name(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -47,3 +48,22 @@ def test_real_rows_train_through_the_command_line(
     assert start["num_samples"] == num_rows
     assert start["packing_efficiency"] > 0.9
     assert set(losses(out)) == {1}
+
+
+def test_question_and_answer_columns_train_by_the_config_alone(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    rows = [{"question": f"What is {i} + 1?", "answer": f"{i + 1}\n#### {i + 1}"} for i in range(4)]
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = {"prompt": "question", "completion": "answer"}
+    config = write_config(
+        tmp_path,
+        model=tiny_model_dir,
+        recipe=RECIPES[0],
+        datasets=[{"path": str(data), "columns": columns}],
+    )
+    assert legato("run", "--config", config) == 0
+    start = next(read_events(tmp_path / "out" / "metrics.jsonl"))
+    # One token per byte: the answers and the end-of-turn token after each.
+    assert start["num_trained_tokens"] == sum(len(row["answer"]) + 1 for row in rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -131,6 +132,17 @@ def test_everything_that_is_not_there_is_told_at_once(capsys: pytest.CaptureFixt
         "  command line: resume_from_checkpoint: out/step_5: no such folder",
         f"  command line: output_dir: {Path('file').absolute()} is a file",
     ]
+
+
+def test_an_output_dir_without_the_right_to_write_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked = Path("locked").absolute()
+    locked.mkdir()
+    # The system's answer is replaced and not the folder's mode: root may write whatever that says.
+    monkeypatch.setattr(os, "access", lambda path, mode: (path, mode) != (locked, os.W_OK))
+    told = errors(["output_dir=locked/not/yet"], capsys)
+    assert told == f"error: command line: output_dir: {locked} can't be written to\n"
 
 
 def test_a_folder_without_config_json_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from legato.cli.main import main
 from legato.errors import FolderFormatError, ModelError, ModelNotFoundError
 from legato.models.gguf import import_gguf, new_folder
 from legato.models.load import load_model, load_tokenizer
@@ -92,11 +93,15 @@ def test_a_folder_in_use_isnt_touched(tmp_path: Path) -> None:
     assert nothing_left(tmp_path)
 
 
-def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "tiny.gguf")
-    (tmp_path / "out").mkdir()
-    import_gguf(tmp_path / "tiny.gguf", output_dir=tmp_path / "out")
-    assert (tmp_path / "out" / "model.safetensors").exists()
+def test_the_verb_fills_an_empty_folder_and_says_how_to_use_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = tmp_path / "tiny.gguf", tmp_path / "out"
+    write_gguf(file)
+    out.mkdir()
+    assert main(["import", "gguf", str(file), "--output-dir", str(out)]) == 0
+    assert capsys.readouterr().out == f"{file} is in {out}. Use it with model={out}\n"
+    assert (out / "model.safetensors").exists()
 
 
 def test_a_model_that_answers_nonsense_is_refused_and_leaves_nothing(
