@@ -158,7 +158,13 @@ def _write_gradient(logits: Tensor, targets: Tensor, gradient: Tensor) -> Tensor
 
 
 class _SumTokenLoss(torch.autograd.Function):
-    """:func:`sum_token_loss` with gradients: ``weights`` are the head's trainable parameters."""
+    """:func:`sum_token_loss` with gradients: ``weights`` are the head's trainable parameters.
+
+    Forward makes the gradients, while a chunk's logits are there. To make the logits anew in
+    backward would hold no less of them and cost one more product with the head, the largest matrix
+    of a small model. What is kept instead is the gradient of ``hidden``, as large as ``hidden``,
+    and those of ``weights``, which backward would make as well.
+    """
 
     @staticmethod
     def forward(
