@@ -192,7 +192,7 @@ def test_bad_input_is_one_message_before_step_1_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("verb", [["run"]], ids=" ".join)
+@pytest.mark.parametrize("verb", [["run"], ["validate", "--full"]], ids=" ".join)
 def test_a_disk_with_no_room_for_one_checkpoint_is_one_message_and_nothing_is_written(
     tmp_path: Path,
     tiny_model_dir: Path,
