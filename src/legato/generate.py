@@ -19,7 +19,21 @@ from legato.models.modes import evaluation_mode
 from legato.models.quiet import silence_known_noise
 from legato.models.shard import gathered_root
 
-Prompt = str | Sequence[Mapping[str, Any]]
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation that is to be answered, and what the answer may call.
+
+    Attributes:
+        messages: As chat templates take them.
+        tools: Schemas, as chat templates take them.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+
+
+Prompt = str | Sequence[Mapping[str, Any]] | Chat
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +103,8 @@ def generate_batch(
     Args:
         model: A causal language model of transformers or PEFT.
         tokenizer: Its tokenizer.
-        prompts: Texts, continued as they stand, or lists of messages, rendered by the tokenizer's
-            chat template and answered.
+        prompts: Texts, continued as they stand, or chats or lists of messages, rendered by the
+            tokenizer's chat template and answered.
         max_new_tokens: Tokens to make at most, for each prompt.
         batch_size: Prompts at a time.
         temperature: 0 takes the most probable token; above, samples.
@@ -250,7 +264,7 @@ def _prompt_tokens(model: Any, tokenizer: Any, prompt: Prompt) -> list[int]:
     if isinstance(prompt, str):
         ids: list[int] = tokenizer(prompt)["input_ids"]
     else:
-        text = _rendered(tokenizer, [dict(message) for message in prompt])
+        text = _rendered(tokenizer, prompt if isinstance(prompt, Chat) else Chat(prompt))
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     problem = unknown_token(ids, tokenizer, model.get_input_embeddings().weight.shape[0])
     if problem is not None:
@@ -258,10 +272,13 @@ def _prompt_tokens(model: Any, tokenizer: Any, prompt: Prompt) -> list[int]:
     return ids
 
 
-def _rendered(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
+def _rendered(tokenizer: Any, chat: Chat) -> str:
     try:
         text: str = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
+            [dict(message) for message in chat.messages],
+            tools=[dict(tool) for tool in chat.tools] or None,
+            tokenize=False,
+            add_generation_prompt=True,
         )
     except Exception as error:  # a template is a program, and may raise anything
         raise DataError(

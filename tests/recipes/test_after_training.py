@@ -82,7 +82,14 @@ def test_a_lora_run_is_merged_asked_exported_and_packed_for_the_hub(
 def test_a_full_run_is_a_whole_model(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    latest = train(tmp_path, base, FULL)
+    template = tmp_path / "mood.jinja"
+    template.write_text("{{ mood }} " + tiny.CHATML)
+    latest = train(tmp_path, base, FULL, f"chat_template={template}", "chat_template_kwargs.mood=!")
+    # Whoever reads the step asks as training did.
+    rendered = AutoTokenizer.from_pretrained(latest).apply_chat_template(
+        [{"role": "user", "content": "two"}], tokenize=False, add_generation_prompt=True
+    )
+    assert rendered == "! <|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n"
     assert ask(latest, capsys).strip()
     assert legato("merge", latest, "--output-dir", tmp_path / "merged") == 1
     assert "is a whole model already, no adapter" in capsys.readouterr().err

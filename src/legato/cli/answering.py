@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +29,13 @@ ChatTemplate = Annotated[
         "or a Jinja file."
     ),
 ]
+TemplateKwargs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--chat-template-kwargs",
+        help="KEY=VALUE or JSON, for the template; without it those that training used.",
+    ),
+]
 Dtype = Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; the files' own where absent.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
 TrustRemoteCode = Annotated[
@@ -39,6 +47,7 @@ def load_to_answer(
     folder: str,
     *,
     chat_template: str | None,
+    template_kwargs: Sequence[str] | None,
     dtype: str | None,
     device: str,
     trust_remote_code: bool,
@@ -48,6 +57,7 @@ def load_to_answer(
     Args:
         folder: A folder or a hub id.
         chat_template: As the config key of that name; None leaves the tokenizer as it is.
+        template_kwargs: Variables for it, as they were typed; they come before the folder's own.
         dtype: A name of :func:`dtype_of`, or None for the files' own.
         device: As the config key of that name.
         trust_remote_code: Run code that lies in the model's folder.
@@ -58,10 +68,13 @@ def load_to_answer(
     Raises:
         LegatoError: The folder, the template or the device can't be used.
     """
-    from legato.data.templates import resolve_template
+    from legato.data.templates import resolve_template, variables_of, with_variables
     from legato.generate import load_for_generation
     from legato.parallel.world import pick_device
 
+    variables = read_variables(template_kwargs or ())
+    if variables and chat_template is None:
+        raise UsageError("--chat-template-kwargs: --raw uses no chat template. Leave out one")
     refuse_damaged(folder)
     model, tokenizer = load_for_generation(
         folder,
@@ -73,8 +86,37 @@ def load_to_answer(
         found = resolve_template(tokenizer, chat_template, start_date=dt.date.today())
         if found.note:
             typer.echo(found.note, err=True)
-        tokenizer.chat_template = found.text
+        tokenizer.chat_template = with_variables(found.text, variables)
+        if used := variables_of(tokenizer.chat_template):
+            told = ", ".join(f"{name}={value}" for name, value in used.items())
+            typer.echo(f"chat template: with {told}", err=True)
     return model, tokenizer
+
+
+def read_variables(words: Sequence[str]) -> dict[str, Any]:
+    """Variables of a chat template from a command line, read as a config's are.
+
+    Args:
+        words: Each ``KEY=VALUE``, or a JSON object.
+
+    Returns:
+        Names and values.
+
+    Raises:
+        UsageError: A word is neither.
+    """
+    from legato.config.rules import Problem
+    from legato.config.source import read_override
+
+    variables: dict[str, Any] = {}
+    for word in words:
+        is_object = word.startswith("{")
+        read = read_override(f"chat_template_kwargs{'=' if is_object else '.'}{word}")
+        fits = not isinstance(read, Problem) and len(read.path) == (1 if is_object else 2)
+        if isinstance(read, Problem) or not fits:
+            raise UsageError(f"--chat-template-kwargs {word}: expected KEY=VALUE or JSON")
+        variables |= read.value if is_object else {str(read.path[1]): read.value}
+    return variables
 
 
 def refuse_damaged(folder: str) -> None:

@@ -18,6 +18,7 @@ from legato.cli.answering import (
     MaxNewTokens,
     Seed,
     Temperature,
+    TemplateKwargs,
     TrustRemoteCode,
     load_to_answer,
 )
@@ -41,6 +42,7 @@ def chat(
     temperature: Temperature = 0.0,
     seed: Seed = 0,
     chat_template: ChatTemplate = "auto",
+    chat_template_kwargs: TemplateKwargs = None,
     dtype: Dtype = None,
     device: Device = "auto",
     trust_remote_code: TrustRemoteCode = False,
@@ -56,6 +58,7 @@ def chat(
     model, tokenizer = load_to_answer(
         folder,
         chat_template=chat_template,
+        template_kwargs=chat_template_kwargs,
         dtype=dtype,
         device=device,
         trust_remote_code=trust_remote_code,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import datetime as dt
 import importlib.resources
+import keyword
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
@@ -17,6 +19,8 @@ from legato.config.names import PACKAGED_TEMPLATES
 from legato.errors import ConfigError
 
 GENERATION_TAG = re.compile(r"{%-?\s*generation\s*-?%}")
+_NO_NAMES = ("true", "false", "none")  # Jinja's spelling of Python's
+_DEFAULT = re.compile(r"{% if (\w+) is not defined %}{% set \1 = (.*) %}{% endif %}\n")
 DATE_CALL = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 
@@ -42,7 +46,12 @@ class ChatTemplate:
     @property
     def names_calls(self) -> bool:
         """True if the template writes the ids that join a tool's call and its result."""
-        return "tool_call_id" in self.text
+        return names_calls(self.text)
+
+
+def names_calls(template: str) -> bool:
+    """True if a template, as text, writes the ids that join a tool's call and its result."""
+    return "tool_call_id" in template
 
 
 def resolve_template(
@@ -80,6 +89,50 @@ def told(error: Exception) -> str:
     if isinstance(error, TemplateError) and str(error):  # raise_exception("...") of a template
         return str(error)
     return f"{type(error).__name__}: {error}"
+
+
+def with_variables(template: str, variables: Mapping[str, Any]) -> str:
+    """A template in which variables have values unless whoever renders it gives others.
+
+    So a checkpoint's template asks as training did, in every tool that reads it.
+
+    Args:
+        template: Jinja.
+        variables: Names and JSON values.
+
+    Returns:
+        The template behind one line for each variable.
+
+    Raises:
+        ConfigError: A name that no template could use.
+    """
+    for name in variables:
+        if not name.isidentifier() or keyword.iskeyword(name) or name in _NO_NAMES:
+            raise ConfigError(
+                f"chat_template_kwargs: {name}: isn't a name that a template could read"
+            )
+    lines = [
+        f"{{% if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif %}}\n"
+        for name, value in variables.items()
+    ]
+    return "".join(lines) + template
+
+
+def variables_of(template: str) -> dict[str, str]:
+    """What :func:`with_variables` wrote before a template.
+
+    Args:
+        template: Any.
+
+    Returns:
+        Names, and values as Jinja writes them; empty where nothing was written.
+    """
+    found: dict[str, str] = {}
+    at = 0
+    while line := _DEFAULT.match(template, at):
+        found.setdefault(line[1], line[2])  # the first one is in force
+        at = line.end()
+    return found
 
 
 def opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:

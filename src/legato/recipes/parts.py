@@ -12,6 +12,7 @@ import torch
 from legato.checkpoint import ModelPart, OptimizerPart
 from legato.config.schema import RunConfig
 from legato.data.loader import Loader
+from legato.data.templates import with_variables
 from legato.errors import ConfigError
 from legato.models.names import named_weights
 from legato.models.quantize import QuantizedBase
@@ -104,7 +105,12 @@ def build_parts(config: RunConfig, data: RunData, *, world: World, state: TrainS
             twins=trained.twins,
             file_dtype=dtype,
             masters=loaded.stored_masters,
-            files={**trained.files, **tokenizer_files(data.tokenizer, data.chat_template)},
+            files={
+                **trained.files,
+                **tokenizer_files(
+                    data.tokenizer, with_variables(data.chat_template, config.chat_template_kwargs)
+                ),
+            },
         ),
         "optimizer": OptimizerPart(optimizer, names=loaded.parameters),
         "trainer": state,

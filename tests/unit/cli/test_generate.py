@@ -56,6 +56,11 @@ def test_each_line_of_a_text_is_asked_and_the_answers_keep_its_order(
         ({"prompt": "two"}, user("two")),
         ({"prompt": "two", "completion": "no"}, user("two")),
         ({"prompt": user("two")}, user("two")),
+        (
+            {"prompt": "two", "system": "Be brief.", "completion": "no"},
+            [{"role": "system", "content": "Be brief."}, *user("two")],
+        ),
+        ({"prompt": {"item": "mugs"}, "completion": 2}, user('{"item": "mugs"}')),
         ({"messages": user("two")}, user("two")),
         (
             {"messages": [*user("a"), {"role": "assistant", "content": "b"}, *user("c")]},
@@ -73,6 +78,71 @@ def test_a_row_of_any_format_is_asked_without_its_answer(
     [written] = rows_of(tmp_path / "a.jsonl")
     assert written["prompt"] == prompt
     assert [written["answer"]] == answers_to(tiny_model_dir, [prompt])
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "prompt"),
+    [
+        (
+            {"question": "two", "answer": "no", "system": "Be brief."},
+            ["--columns", "prompt=question", "--columns", "completion=answer"],
+            [{"role": "system", "content": "Be brief."}, *user("two")],
+        ),
+        ({"question": "two"}, ["--columns", "prompt=question"], user("two")),
+        ({"prompt": "a", "messages": user("two")}, ["--type", "messages"], user("two")),
+        ({"prompt": "two"}, ["--type", "prompt_completion"], user("two")),
+    ],
+)
+def test_a_row_is_read_as_a_data_set_with_these_keys(
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    row: dict[str, Any],
+    options: list[str],
+    prompt: list[dict[str, str]],
+) -> None:
+    (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
+    assert run(tiny_model_dir, tmp_path / "p.jsonl", tmp_path / "a.jsonl", *options) == 0
+    [written] = rows_of(tmp_path / "a.jsonl")
+    assert written["prompt"] == prompt
+    assert [written["answer"]] == answers_to(tiny_model_dir, [prompt])
+
+
+TOOLS = (
+    "{{ tools | tojson }} {{ mood }} {% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls or [] %} {{ c.id }} {{ c.function.name }}{% endfor %}"
+    " {{ m.tool_call_id }}<|im_end|>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("kind", ["messages", "prompt"])
+def test_tools_calls_and_variables_reach_the_template_as_in_training(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tiny.write_model(tmp_path / "base", chat_template=TOOLS)
+    call = {"name": "price", "arguments": {"of": "mugs"}}
+    turns = [
+        *user("two"),
+        {"role": "assistant", "content": "", "tool_calls": [{"function": call}]},
+        {"role": "tool", "content": "9"},
+    ]
+    last = [] if kind == "prompt" else [{"role": "assistant", "content": "9 it is"}]
+    row = {kind: [*turns, *last], "tools": [{"name": "price", "parameters": {}}]}
+    (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
+    options = ["--chat-template-kwargs", "mood=1", "--chat-template-kwargs", '{"mood": "calm"}']
+    assert run(folder, tmp_path / "p.jsonl", tmp_path / "a.jsonl", *options) == 0
+    assert "chat template: with mood='calm'" in capsys.readouterr().err
+    [written] = rows_of(tmp_path / "a.jsonl")
+    assert written["tools"] == [{"type": "function", "function": row["tools"][0]}]
+    assert written["prompt"][2] == {"role": "tool", "content": "9", "tool_call_id": "call00001"}
+
+    model, tokenizer = load_for_generation(folder)
+    text = (
+        '[{"type": "function", "function": {"name": "price", "parameters": {}}}] calm '
+        "user: two <|im_end|>assistant:  call00001 price <|im_end|>tool: 9 call00001<|im_end|>"
+    )
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+    made = model.generate(**ids, max_new_tokens=7, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    assert written["answer"] == tokenizer.decode(made, skip_special_tokens=True)
 
 
 def test_raw_continues_texts_as_they_stand(tmp_path: Path) -> None:
@@ -114,6 +184,27 @@ def test_a_file_without_usable_prompts_is_an_error_and_writes_nothing(
     assert run(tiny_model_dir, tmp_path / name, tmp_path / "a.jsonl", *options) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "a.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--columns", "question"], "--columns question: expected OURS=THEIRS"),
+        (["--chat-template-kwargs", "think"], "--chat-template-kwargs think: expected KEY=VALUE"),
+        (["--chat-template-kwargs", "a.b=1"], "--chat-template-kwargs a.b=1: expected KEY=VALUE"),
+        (["--raw", "--chat-template-kwargs", "a=1"], "--raw uses no chat template"),
+    ],
+)
+def test_options_that_make_no_sense_end_with_2(
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    options: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "two"}\n')
+    assert run(tiny_model_dir, tmp_path / "p.jsonl", tmp_path / "a.jsonl", *options) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_an_output_that_is_there_is_never_overwritten(
