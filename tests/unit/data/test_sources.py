@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,6 +15,7 @@ from pyarrow import ipc, parquet
 
 from legato.data.sources import BadRow, Row, read_rows
 from legato.errors import DataError
+from tests.helpers.hub_datasets import dataset_hub
 
 ROWS = [{"text": "a\r\nb"}, {"text": "\u0634\U0001f600"}]
 
@@ -216,6 +220,59 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
 def test_a_hub_name_without_a_network_says_so() -> None:
     with pytest.raises(DataError, match=r"owner/name: .*can't be loaded.*HF_HUB_OFFLINE is set"):
         list(read_rows("owner/name"))
+
+
+READ = """
+import json, sys
+from legato.data.sources import read_rows
+for path, split, streaming in json.loads(sys.argv[1]):
+    rows = read_rows(path, split=split, streaming=streaming, skip=1)
+    print(json.dumps([[row.sample_id, row.where, row.columns] for row in rows]))
+"""
+
+
+def test_a_name_on_the_hub_a_subset_and_a_split_are_loaded_from_it(tmp_path: Path) -> None:
+    """By a process of its own: the hub's clients read their settings once."""
+    served = tmp_path / "served"
+    for subset, split in (("main", "train"), ("main", "test"), ("other", "train")):
+        (served / subset).mkdir(parents=True, exist_ok=True)
+        rows = pa.Table.from_pylist([{"q": f"{subset} {split} {i}"} for i in range(3)])
+        parquet.write_table(rows, served / subset / f"{split}-00000-of-00001.parquet")
+    (served / "README.md").write_text(
+        "---\nconfigs:\n- config_name: main\n  data_dir: main\n  default: true\n"
+        "- config_name: other\n  data_dir: other\n---\n"
+    )
+    asked = [
+        ["owner/name", None, False],
+        ["owner/name:main", "test", False],
+        ["owner/name:other", None, False],
+        ["owner/name:other", None, True],
+    ]
+    with dataset_hub(served) as hub:
+        done = subprocess.run(
+            [sys.executable, "-c", READ, json.dumps(asked)],
+            env={
+                **os.environ,
+                "HF_ENDPOINT": hub.endpoint,
+                "HF_HUB_OFFLINE": "0",
+                "HF_HOME": str(tmp_path / "hf-home"),
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    expected = [
+        ("owner/name (train)", "main train"),
+        ("owner/name (test)", "main test"),
+        ("owner/name (train)", "other train"),
+        ("owner/name (train)", "other train"),
+    ]
+    assert found == [
+        [[f"owner/name:{i}", f"{place}: row {i}", {"q": f"{text} {i - 1}"}] for i in (2, 3)]
+        for place, text in expected
+    ]
 
 
 @pytest.fixture(scope="module")
