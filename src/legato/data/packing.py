@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 
@@ -19,6 +20,9 @@ _STREAMS = 2**32
 # the packs of other epochs.
 _SPARE_ROWS = 0.005
 _ATTEMPTS = 8
+
+_Packs: TypeAlias = tuple[Indices, Indices]
+"""Numbers of samples, row after row, and how many each row holds."""
 
 
 @dataclass(frozen=True)
@@ -78,26 +82,22 @@ class PackedData:
         """
         if epoch == 0:
             return self
-        packs: list[list[int]] = []
-        for number in range(len(self.weights)):
-            packs += self._packs_of(number, epoch=epoch)
+        packs = [self._packs_of(number, epoch=epoch) for number in range(len(self.weights))]
         return _as_rows(self.samples, packs, max_seq_len=self.max_seq_len, seed=self.seed)
 
-    def _packs_of(self, number: int, *, epoch: int) -> list[list[int]]:
+    def _packs_of(self, number: int, *, epoch: int) -> _Packs:
         rows = np.flatnonzero(self.datasets == number)
         members = np.flatnonzero(self.samples.datasets == number)
         for attempt in range(_ATTEMPTS):
             order = _order(
                 len(members), seed=self.seed, epoch=epoch, number=number, attempt=attempt
             )
-            packs = _fit(self.samples, members[order], max_seq_len=self.max_seq_len)
+            lengths = self.samples.lengths[members[order]]
+            packs = best_fit(lengths.tolist(), capacity=self.max_seq_len)
             if len(packs) <= len(rows):
-                return _spread(packs, len(rows))
-        starts, counts = self.starts[rows], self.counts[rows]
-        return [
-            self.members[start : start + count].tolist()
-            for start, count in zip(starts, counts, strict=True)
-        ]
+                return _packs(members[order], _spread(packs, len(rows)))
+        is_member = np.repeat(self.datasets == number, self.counts)
+        return self.members[is_member], self.counts[rows]
 
 
 def pack_samples(data: TokenizedData, *, max_seq_len: int, seed: int) -> PackedData:
@@ -122,13 +122,13 @@ def pack_samples(data: TokenizedData, *, max_seq_len: int, seed: int) -> PackedD
         raise ConfigError(
             f"packing: a sample has {int(data.lengths.max())} tokens, a row takes {max_seq_len}"
         )
-    packs: list[list[int]] = []
+    packs: list[_Packs] = []
     for number in range(len(data.weights)):
         members = np.flatnonzero(data.datasets == number)
-        order = _order(len(members), seed=seed, epoch=0, number=number)
-        places = _fit(data, members[order], max_seq_len=max_seq_len)
+        order = members[_order(len(members), seed=seed, epoch=0, number=number)]
+        places = best_fit(data.lengths[order].tolist(), capacity=max_seq_len)
         num_rows = len(places) + int(len(places) * _SPARE_ROWS)
-        packs += _spread(places, num_rows)
+        packs.append(_packs(order, _spread(places, num_rows)))
     return _as_rows(data, packs, max_seq_len=max_seq_len, seed=seed)
 
 
@@ -139,9 +139,11 @@ def _order(length: int, *, seed: int, epoch: int, number: int, attempt: int = 0)
     return permutation(length, seed=seed, epoch=epoch, stream=stream)
 
 
-def _fit(data: TokenizedData, samples: Indices, *, max_seq_len: int) -> list[list[int]]:
-    places = best_fit(data.lengths[samples].tolist(), capacity=max_seq_len)
-    return [[int(samples[i]) for i in place] for place in places]
+def _packs(samples: Indices, places: list[list[int]]) -> _Packs:
+    """Samples by their places in the order that they were packed in."""
+    counts = np.fromiter(map(len, places), dtype=np.int64, count=len(places))
+    chosen = np.fromiter(itertools.chain.from_iterable(places), dtype=np.int64, count=len(samples))
+    return samples[chosen], counts
 
 
 def _spread(packs: list[list[int]], num_rows: int) -> list[list[int]]:
@@ -159,18 +161,18 @@ def _spread(packs: list[list[int]], num_rows: int) -> list[list[int]]:
 
 
 def _as_rows(
-    data: TokenizedData, packs: list[list[int]], *, max_seq_len: int, seed: int
+    data: TokenizedData, packs: list[_Packs], *, max_seq_len: int, seed: int
 ) -> PackedData:
-    counts = np.array([len(pack) for pack in packs], dtype=np.int64)
+    counts = np.concatenate([each for _, each in packs])
     starts = np.cumsum(counts) - counts
-    flat = np.array([i for pack in packs for i in pack], dtype=np.int64)
+    flat = np.concatenate([members for members, _ in packs])
     return PackedData(
         samples=data,
         members=flat,
         starts=starts,
         counts=counts,
-        lengths=np.add.reduceat(data.lengths[flat], starts) if packs else counts,
-        datasets=data.datasets[flat[starts]] if packs else counts,
+        lengths=np.add.reduceat(data.lengths[flat], starts) if len(counts) else counts,
+        datasets=data.datasets[flat[starts]] if len(counts) else counts,
         max_seq_len=max_seq_len,
         seed=seed,
     )
