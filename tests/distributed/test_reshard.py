@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 
 from legato.checkpoint import Checkpointer, ModelPart, OptimizerPart
 from legato.config.schema import RunConfig
@@ -40,6 +45,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# What JSON and numbers travel as.
+WORDS = {torch.uint8, torch.int64, torch.float64}
+
+
 def next_step(config: RunConfig, output_dir: Path, step: int, world: World) -> dict[str, Any]:
     """Restore what there is, take ``step`` and save it: the loss, and what was restored."""
     loaded = build_model(config, world=world)
@@ -59,7 +68,8 @@ def next_step(config: RunConfig, output_dir: Path, step: int, world: World) -> d
         "trainer": Counter(step),
     }
     with Checkpointer(str(output_dir), process_group=world.group) as checkpointer:
-        checkpointer.restore(state)
+        with no_gather():
+            checkpointer.restore(state)
         part = state["model"]
         restored = {f"model/{key}": part.tensors[n] for key, n in part.names_by_key().items()}
         restored |= {f"master/{name}": t for name, t in loaded.stored_masters.items()}
@@ -70,8 +80,53 @@ def next_step(config: RunConfig, output_dir: Path, step: int, world: World) -> d
         }
         arrays = whole(restored)
         outcome = take_step(loaded, optimizer, world, step=step)
-        checkpointer.save(state, step=step).result()
-    return {"loss": outcome.loss, "restored": arrays}
+        with no_gather():
+            pending = checkpointer.save(state, step=step)
+            pending.result()
+    return {"loss": outcome.loss, "restored": arrays, "staged_bytes": pending.staged_bytes}
+
+
+@contextmanager
+def no_gather() -> Iterator[None]:
+    """Ranks exchange words, numbers and JSON, and nothing of a weight, frozen or not."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a tensor travels between ranks")
+
+    def of_words(send: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(*args: Any, **options: Any) -> Any:
+            flat = torch.utils._pytree.tree_leaves([args, options])
+            dtypes = {each.dtype for each in flat if isinstance(each, torch.Tensor)}
+            assert dtypes <= WORDS, f"tensors of {dtypes} travel between ranks"
+            return send(*args, **options)
+
+        return checked
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("full_tensor", "redistribute"):
+            patch.setattr(DTensor, name, refuse)
+        for name in ("all_gather_tensor", "all_reduce", "broadcast"):
+            patch.setattr(funcol, name, refuse)
+        for name in ("all_gather_into_tensor", "gather", "scatter", "send", "recv", "isend"):
+            patch.setattr(dist, name, refuse)
+        for name in ("all_gather", "all_reduce", "broadcast"):
+            patch.setattr(dist, name, of_words(getattr(dist, name)))
+        yield
+
+
+def assert_staged_in_shares(staged_bytes: list[int], step_folder: Path) -> None:
+    """Of an adapter in fp32: each rank stages its rows of every tensor, and no byte comes twice."""
+    tensors = {
+        path.name + key: tensor
+        for path in step_folder.rglob("*.safetensors")
+        for key, tensor in load_file(path).items()
+    }
+    assert sum(staged_bytes) == sum(tensor.nbytes for tensor in tensors.values())
+    scalars = sum(tensor.nbytes for tensor in tensors.values() if not tensor.dim())
+    for rank, staged in enumerate(staged_bytes):
+        shares = [t.chunk(len(staged_bytes)) for t in tensors.values() if t.dim()]
+        own = sum(share[rank].nbytes for share in shares if rank < len(share))
+        assert own <= staged <= own + scalars
 
 
 def steps_on_rank(rank: int, configs: list[dict[str, Any]], folder: str, step: int) -> list[Any]:
@@ -94,6 +149,11 @@ def on_ranks(num_ranks: int, model: Path, folder: Path, *, step: int) -> list[An
     values = [config.model_dump(mode="json", exclude_unset=True) for config in configs]
     first, *others = spawn.run(
         steps_on_rank, num_ranks, values, str(folder), step, timeout_seconds=600.0
+    )
+    number = list(CASES).index("lora_fp32")
+    assert_staged_in_shares(
+        [theirs[number]["staged_bytes"] for theirs in (first, *others)],
+        folder / "lora_fp32" / f"step_{step}",
     )
     for other in others:
         for mine, theirs in zip(first, other, strict=True):
