@@ -1,8 +1,9 @@
-"""Several ranks on CUDA, over nccl: offloaded parts, copies of the model, a rank that dies."""
+"""Several ranks on CUDA, over nccl: offloaded parts, copies, other numbers, ranks that die."""
 
 from __future__ import annotations
 
 import signal
+import sys
 from itertools import product
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from legato.report.metrics import read_events
-from tests.helpers.launches import Launched
+from tests.helpers.launches import Launched, killed_in_a_save
 from tests.helpers.runs import assert_same_tensors, legato, losses, steps_in, write_config
 
 pytestmark = [
@@ -64,8 +65,15 @@ def test_two_gpus_take_the_steps_of_one_and_resume_bit_for_bit(
     assert losses(whole) == pytest.approx(losses(one), abs=1e-4)
 
 
+TORCHRUN = (
+    *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"),
+    *("--nproc-per-node=2", "-m", "legato", "run"),
+)
+
+
+@pytest.mark.parametrize("launcher", ["legato", "torchrun"])
 def test_a_killed_rank_is_restarted_and_the_result_is_that_of_an_undisturbed_run(
-    tmp_path: Path, tiny_model_dir: Path
+    tmp_path: Path, tiny_model_dir: Path, launcher: str
 ) -> None:
     config = config_in(
         tmp_path,
@@ -78,7 +86,10 @@ def test_a_killed_rank_is_restarted_and_the_result_is_that_of_an_undisturbed_run
     )
     whole = Launched(config, output_dir=tmp_path / "whole")
     whole.succeed()
-    run = Launched(config, "--max-restarts=1")
+    if launcher == "torchrun":
+        run = Launched(config, command=TORCHRUN)
+    else:
+        run = Launched(config, "--max-restarts=1")
     run.wait_until(lambda: 10 in steps_in(run.output_dir), "step 10")
     run.send(signal.SIGKILL, rank=1)
     run.succeed()
@@ -87,7 +98,48 @@ def test_a_killed_rank_is_restarted_and_the_result_is_that_of_an_undisturbed_run
     assert losses(run.output_dir) == losses(whole.output_dir)
 
 
-def test_a_stop_signal_to_one_rank_saves_once_at_one_step(
+@pytest.mark.parametrize(("rank", "verb"), [(1, "write_at"), (1, "sync_file"), (0, "rename")])
+def test_a_rank_killed_in_a_save_goes_on_from_the_step_before_it(
+    tmp_path: Path, tiny_model_dir: Path, rank: int, verb: str
+) -> None:
+    config = config_in(
+        tmp_path, tiny_model_dir, "full", epochs=None, max_steps=6, save_every_n_train_steps=2
+    )
+    whole = Launched(config, output_dir=tmp_path / "whole")
+    whole.succeed()
+    killed = killed_in_a_save(tmp_path / "site", rank=rank, verb=verb, step=4)
+    run = Launched(config, "--max-restarts=1", environment=killed)
+    run.succeed()
+    events = read_events(run.output_dir / "metrics.jsonl")
+    assert [event["step"] for event in events if event["event"] == "resume"] == [2]
+    assert steps_in(run.output_dir) == [2, 4, 6]
+    assert losses(run.output_dir) == losses(whole.output_dir)
+    assert_same_tensors(run.output_dir / "step_6", whole.output_dir / "step_6")
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_another_number_of_gpus_goes_on_with_the_same_rows_and_losses(
+    tmp_path: Path, tiny_model_dir: Path, method: str
+) -> None:
+    config = config_in(
+        tmp_path, tiny_model_dir, method, epochs=4, batch_size=1, gradient_accumulation_steps=2
+    )
+    whole = Launched(config, output_dir=tmp_path / "whole")
+    whole.succeed()
+    out = tmp_path / "out"
+    most = min(4, torch.cuda.device_count())
+    # Two processes at first: four rows a step, whoever goes on.
+    for last, num_ranks in ((2, 2), (3, 1), (5, most), (6, 1), (9, 2)):
+        options = [f"stop_after_step={last}", f"output_dir={out}"]
+        if num_ranks == 1:
+            assert legato("run", "--config", config, *options) == 0
+        else:
+            Launched(config, *options, num_processes=num_ranks).succeed()
+    expected = {step: loss for step, loss in losses(whole.output_dir).items() if step <= 9}
+    assert losses(out) == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_signal_to_one_rank_saves_at_one_step_and_goes_on_or_stops(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
     config = config_in(
@@ -100,6 +152,11 @@ def test_a_stop_signal_to_one_rank_saves_once_at_one_step(
     )
     run = Launched(config)
     run.wait_for_step(3)
+    run.send(signal.SIGUSR1, rank=1)
+    run.wait_until(lambda: len(steps_in(run.output_dir)) == 1, "the first save")
+    run.send(signal.SIGUSR1)
+    run.wait_until(lambda: len(steps_in(run.output_dir)) == 2, "the second save")
+    run.wait_for_step(steps_in(run.output_dir)[-1] + 3)
     run.send(signal.SIGTERM, rank=1)
     assert run.end()[0] == 143
-    assert len(steps_in(run.output_dir)) == 1
+    assert len(steps_in(run.output_dir)) == 3

@@ -18,6 +18,30 @@ from legato.report.metrics import read_events
 TIMEOUT_SECONDS = 240.0
 
 
+_KILL = """
+import os, signal
+if (os.environ.get("RANK"), os.environ.get("TORCHELASTIC_RESTART_COUNT")) == ("{rank}", "0"):
+    from legato.storage import LocalStorage
+    real = LocalStorage.{verb}
+    def kill(self, *arguments):
+        if "step_{step}" in str(arguments[0]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(self, *arguments)
+    LocalStorage.{verb} = kill
+"""
+
+
+def killed_in_a_save(folder: Path, *, rank: int, verb: str, step: int) -> dict[str, str]:
+    """Environment in which one rank is killed by the storage's ``verb`` in the save of ``step``.
+
+    By a module in ``folder`` that Python imports at its start; a restarted rank is let alone.
+    """
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(_KILL.format(rank=rank, verb=verb, step=step))
+    paths = [str(folder), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return {"PYTHONPATH": os.pathsep.join(paths)}
+
+
 class Launched:
     """``legato run --nproc-per-node N ...`` in a process of its own."""
 
