@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from legato.data.templates import told
 from legato.data.vocabulary import unknown_token
 from legato.errors import DataError, ModelError
 from legato.models.adapter import file_dtype, is_adapter, load_adapter
@@ -281,9 +282,7 @@ def _rendered(tokenizer: Any, chat: Chat) -> str:
             add_generation_prompt=True,
         )
     except Exception as error:  # a template is a program, and may raise anything
-        raise DataError(
-            f"the chat template refuses the conversation: {type(error).__name__}: {error}"
-        ) from error
+        raise DataError(f"the chat template refuses the conversation: {told(error)}") from error
     return text
 
 
