@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from legato.config.schema import RunConfig
+from legato.recipes.facts import save_when
 from legato.recipes.plan import num_saves
+from legato.recipes.policies import keep_policy
 
 BASE = {
     "recipe": "full_finetune_single_device",
@@ -48,3 +50,36 @@ def test_only_what_is_still_to_come_is_planned() -> None:
     # A stream has no known epochs; a long run isn't walked through.
     assert num_saves(config, step=0, last_step=400, steps_per_epoch=None) == 7
     assert num_saves(config, step=0, last_step=10**15, steps_per_epoch=100) > 10**13
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"save_every_n_train_steps": 50}, "every 50 steps (best by train_loss)"),
+        ({"save_every_n_train_steps": None}, ""),
+        (
+            {
+                "save_every_n_train_steps": {"first": 10, "factor": 2, "max_interval": 100},
+                "save_every_n_seconds": 600,
+                "save_at_epoch_end": True,
+                "keep_best_n_checkpoints": 1,
+                **VALIDATED,
+            },
+            "from step 10 on, ever more rarely, every 600 s, at each end of an epoch, "
+            "at each new best eval_loss",
+        ),
+    ],
+)
+def test_the_start_block_says_every_time_of_a_save_and_what_the_best_is_judged_by(
+    keys: dict[str, Any], words: str
+) -> None:
+    assert save_when(RunConfig.model_validate(BASE | keys)) == words
+
+
+@pytest.mark.parametrize(
+    ("value", "kept"),
+    [(100, [200, 300]), ({"first": 50, "factor": 2, "max_interval": 150}, [50, 200])],
+)
+def test_steps_are_kept_for_good_by_an_interval_or_a_schedule(value: Any, kept: list[int]) -> None:
+    config = RunConfig.model_validate(BASE | {"keep_every_n_steps": value})
+    assert keep_policy(config).keep([50, 150, 200, 300]) == kept

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import xxhash
 
 from legato.checkpoint.manifest import FileEntry, Slice, check_coverage
 from legato.errors import FolderFormatError
 from legato.storage import Storage
+
+OnRead = Callable[[int], object]
+"""Told of each further so many bytes that were read."""
 
 _READ_BYTES = 64 * 1024**2
 
@@ -31,7 +36,9 @@ def wrong_header(storage: Storage, path: str, entry: FileEntry) -> str | None:
     return f"{path}: the header is damaged"
 
 
-def wrong_digest(storage: Storage, path: str, entry: FileEntry) -> str | None:
+def wrong_digest(
+    storage: Storage, path: str, entry: FileEntry, *, on_read: OnRead | None = None
+) -> str | None:
     """What is wrong with the bytes of a file, all of them read; None: nothing is."""
     try:
         check_coverage(path, entry)
@@ -40,12 +47,14 @@ def wrong_digest(storage: Storage, path: str, entry: FileEntry) -> str | None:
     if problem := wrong_header(storage, path, entry):
         return problem
     for part in entry.slices:
-        if _digest_on_disk(storage, path, part) != part.digest:
+        if _digest_on_disk(storage, path, part, on_read=on_read) != part.digest:
             return f"{path}: the bytes from {part.offset} on are damaged"
     return None
 
 
-def _digest_on_disk(storage: Storage, path: str, part: Slice) -> str:
+def _digest_on_disk(
+    storage: Storage, path: str, part: Slice, *, on_read: OnRead | None = None
+) -> str:
     hasher = xxhash.xxh3_128()
     buffer = memoryview(bytearray(min(part.run_bytes, _READ_BYTES)))
     for i in range(part.num_runs):
@@ -55,5 +64,7 @@ def _digest_on_disk(storage: Storage, path: str, part: Slice) -> str:
             piece = buffer[: end - start]
             storage.read_into(path, start, piece)
             hasher.update(piece)
+            if on_read is not None:
+                on_read(len(piece))
             start += len(piece)
     return hasher.hexdigest()

@@ -6,9 +6,10 @@ import errno
 import posixpath
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Literal
 
-from legato.checkpoint.digests import wrong_digest, wrong_header, wrong_size
+from legato.checkpoint.digests import OnRead, wrong_digest, wrong_header, wrong_size
 from legato.checkpoint.manifest import (
     MANIFEST_NAME,
     PIN_NAME,
@@ -71,12 +72,15 @@ def inspect(storage: Storage, path: str) -> StepInfo:
     return StepInfo(manifest.step, path, "complete", manifest=manifest, pinned=pinned)
 
 
-def find_damage(storage: Storage, committed: Committed) -> list[str]:
+def find_damage(
+    storage: Storage, committed: Committed, *, on_read: OnRead | None = None
+) -> list[str]:
     """Re-read every byte of a step and compare digests.
 
     Args:
         storage: Where it is.
         committed: The step.
+        on_read: Told of each further so many bytes of slices that were read.
 
     Returns:
         What is wrong, one line each; empty: nothing is.
@@ -84,13 +88,20 @@ def find_damage(storage: Storage, committed: Committed) -> list[str]:
     Raises:
         OSError: As of `inspect`.
     """
-    return damage_of(storage, committed.path, committed.manifest.files)
+    return damage_of(storage, committed.path, committed.manifest.files, on_read=on_read)
 
 
-def damage_of(storage: Storage, path: str, files: Mapping[str, FileEntry]) -> list[str]:
+def damage_of(
+    storage: Storage,
+    path: str,
+    files: Mapping[str, FileEntry],
+    *,
+    on_read: OnRead | None = None,
+) -> list[str]:
     """`find_damage` of some files of the folder at ``path``."""
+    check = partial(wrong_digest, on_read=on_read)
     found = (
-        _check_file(storage, posixpath.join(path, name), entry, wrong_digest)
+        _check_file(storage, posixpath.join(path, name), entry, check)
         for name, entry in files.items()
     )
     return [problem for problem in found if problem is not None]

@@ -91,6 +91,7 @@ def verify(
 ) -> None:
     """Read every byte of a checkpoint or a run; compare digests."""
     from legato.checkpoint.inspection import find_damage
+    from legato.cli.byte_bar import byte_bar
     from legato.errors import CheckpointTornError
 
     if _is_step(path):
@@ -100,10 +101,11 @@ def verify(
         folder = _open_run(path)
         steps = folder.steps()
     damage: dict[int, list[str]] = {}
-    with typer.progressbar(steps, label="verifying", file=sys.stderr) as progress:
-        for info in progress:
+    total_bytes = sum(info.manifest.size_bytes for info in steps if info.manifest is not None)
+    with byte_bar("verifying", total_bytes=total_bytes) as on_read:
+        for info in steps:
             damage[info.step] = (
-                find_damage(folder.storage, info.committed())
+                find_damage(folder.storage, info.committed(), on_read=on_read)
                 if info.is_complete
                 else [info.problem or "torn"]
             )
@@ -243,10 +245,11 @@ def _locked(folder: RunFolder) -> Iterator[None]:
 @app.command("diff")
 def diff(first: _StepArgument, second: _StepArgument, as_json: _Json = False) -> None:
     """Compare two checkpoints: tensors, config, metrics."""
-    from legato.cli.ckpt_diff import compare_steps
+    from legato.cli.ckpt_diff import compare_metrics, compare_steps
 
     (folder, before), (_, after) = _open_step(first), _open_step(second)
     result = compare_steps(folder.storage, before.path, after.path)
+    result["metrics"] = compare_metrics(before.manifest, after.manifest)
     if as_json:
         show_json(result)
         return
@@ -262,6 +265,8 @@ def diff(first: _StepArgument, second: _StepArgument, as_json: _Json = False) ->
                 for row in result["largest"]
             ],
         )
+    for name, values in result["metrics"].items():
+        typer.echo(f"{name}: {' -> '.join('none' if v is None else f'{v:.4g}' for v in values)}")
     for line in result["config"]:
         typer.echo(line)
 

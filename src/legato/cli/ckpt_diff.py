@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from legato.checkpoint.manifest import Manifest
 from legato.hf_folder.slices import FolderReader
 from legato.storage import Storage
 
@@ -38,6 +39,18 @@ def compare_steps(storage: Storage, first: str, second: str) -> dict[str, Any]:
         "only_second": sorted(after.specs.keys() - before.specs.keys()),
         "largest": changed[:_NUM_SHOWN],
         "config": _config_diff(Path(first), Path(second)),
+    }
+
+
+def compare_metrics(
+    before: Manifest | None, after: Manifest | None
+) -> dict[str, list[float | None]]:
+    """The metrics that differ: name -> the first step's value and the second one's, if any."""
+    old, new = (dict(manifest.metrics) if manifest else {} for manifest in (before, after))
+    return {
+        name: [old.get(name), new.get(name)]
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name)
     }
 
 

@@ -276,12 +276,11 @@ class RunConfig(Section):
         unit="checkpoints",
         ge=1,
     )
-    keep_every_n_steps: Whole | None = key(
+    keep_every_n_steps: Interval | None = key(
         None,
-        "Keep every checkpoint whose step is a multiple of n.",
+        "Keep every checkpoint whose step is a multiple of n, or is on a schedule.",
         on_resume="free",
         unit="optimizer steps",
-        ge=1,
     )
     metric_for_best_model: Literal["eval_loss", "train_loss"] | None = key(
         None,

@@ -15,6 +15,7 @@ from legato.parallel.world import World
 from legato.recipes.advice import advise
 from legato.recipes.data import RunData
 from legato.recipes.parts import RunParts
+from legato.recipes.policies import metric_of_best, saves_new_best
 from legato.report.start import StartFacts, start_block
 
 logger = logging.getLogger(__name__)
@@ -34,11 +35,6 @@ def start_facts(
 ) -> StartFacts:
     """Collective: gather what the start block shows."""
     reads = [num_bytes for num_bytes in world.gather(parts.bytes_read) if num_bytes is not None]
-    when = config.save_every_n_train_steps
-    if isinstance(when, int):
-        save_when = f"every {when} steps"
-    else:
-        save_when = "" if when is None else f"from step {when.first} on, ever more rarely"
     return StartFacts(
         config_name=config_name,
         recipe=config.recipe,
@@ -69,7 +65,7 @@ def start_facts(
         global_batch_size=data.loader.global_batch_size,
         batch_size=config.batch_size,
         gradient_accumulation_steps=data.loader.micro_batches_per_step,
-        save_when=save_when,
+        save_when=save_when(config),
         checkpoint_bytes=checkpoint_bytes,
         output_dir=config.output_dir,
         free_bytes=free_bytes(Path(config.output_dir)),
@@ -77,6 +73,23 @@ def start_facts(
         resume_step=resume_step,
         advice=tuple(advise(config, module=parts.model.module, total_steps=total_steps)),
     )
+
+
+def save_when(config: RunConfig) -> str:
+    """When the config saves, and how it tells the best one without evaluation data, in words."""
+    when, words = config.save_every_n_train_steps, []
+    if when is not None:
+        rare = "from step {} on, ever more rarely"
+        words.append(f"every {when} steps" if isinstance(when, int) else rare.format(when.first))
+    if config.save_every_n_seconds is not None:
+        words.append(f"every {config.save_every_n_seconds:g} s")
+    if config.save_at_epoch_end:
+        words.append("at each end of an epoch")
+    metric = metric_of_best(config)
+    if saves_new_best(config):
+        words.append(f"at each new best {metric}")
+    judged = f" (best by {metric})" if words and metric == "train_loss" else ""
+    return ", ".join(words) + judged
 
 
 def device_detail(device: torch.device) -> str:

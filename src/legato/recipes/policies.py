@@ -11,6 +11,7 @@ from legato.checkpoint.policy import (
     KeepEvery,
     KeepLast,
     KeepPolicy,
+    KeepSchedule,
     LogSchedule,
     NewBest,
     OnSignal,
@@ -82,7 +83,11 @@ def keep_policy(config: RunConfig) -> KeepPolicy:
         count, name = config.keep_best_n_checkpoints, metric_of_best(config)
         policies.append(KeepBest(count, name, config.greater_is_better))
     if config.keep_every_n_steps is not None:
-        policies.append(KeepEvery(config.keep_every_n_steps))
+        steps = step_set(config.keep_every_n_steps)
+        if isinstance(steps, EverySteps):
+            policies.append(KeepEvery(steps.interval))
+        else:
+            policies.append(KeepSchedule(steps))
     if not policies:
         return KeepAll()
     policy, *others = policies

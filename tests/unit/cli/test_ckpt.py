@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from legato.checkpoint import Checkpointer
+from legato.cli import byte_bar
 from legato.cli.main import main
 
 CONFIG = """\
@@ -164,6 +165,21 @@ def test_verify_json_maps_steps_to_problems(run: Path, capsys: pytest.CaptureFix
     assert json.loads(capsys.readouterr().out) == {"1": [], "2": [], "4": []}
 
 
+def test_verify_of_much_counts_bytes_on_a_terminal(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "100"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["ckpt", "verify", str(run / "step_4")]) == 0
+    assert "verifying" not in capsys.readouterr().err
+    monkeypatch.setattr(byte_bar, "LARGE_BYTES", 1)
+    assert main(["ckpt", "verify", str(run / "step_4")]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "step_4: intact\n"
+    assert "verifying" in shown.err
+    assert "bytes" in shown.err
+
+
 def test_a_pinned_step_outlives_rm_and_prune_until_it_is_unpinned(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -235,8 +251,15 @@ def test_diff_tells_what_moved_and_how_far(run: Path, capsys: pytest.CaptureFixt
         "only_first": [],
         "only_second": [],
         "largest": [{"key": "weight", "relative": 3.0, "largest": 3.0}],
+        "metrics": {"eval_loss": [3.0, 2.0]},
         "config": [],
     }
+    config = run / "step_4" / "my.yaml"
+    config.write_text(config.read_text().replace("lr: 1.0", "lr: 0.5"))
+    assert main(["ckpt", "diff", str(run / "step_1"), str(run / "step_4")]) == 0
+    told = capsys.readouterr().out
+    assert "eval_loss: 3 -> 2\n" in told
+    assert "-optimizer: {lr: 1.0}\n+optimizer: {lr: 0.5}\n" in told
     assert main(["ckpt", "diff", str(run / "step_1"), str(run / "step_1")]) == 0
     assert capsys.readouterr().out == "1 tensors equal, 0 changed\n"
 
