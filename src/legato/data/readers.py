@@ -216,10 +216,10 @@ def _read_csv(file: Path, name: str) -> Iterator[Row | BadRow]:
             if not fields:
                 continue
             if problems:
-                at, problem = problems.popitem()
+                at, problem = next(iter(problems.items()))
+                problems.clear()
                 if header is None:
                     raise DataError(f"{file}:{at}: {problem}", path=str(file), row=at)
-                problems.clear()
                 yield BadRow(sample_id, f"{file}:{at}", problem)
             elif header is None:
                 header = fields

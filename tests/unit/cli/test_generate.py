@@ -107,7 +107,8 @@ def test_a_row_is_read_as_a_data_set_with_these_keys(
     assert [written["answer"]] == answers_to(tiny_model_dir, [prompt])
 
 
-TOOLS = (
+TOOLS = (  # a random model's answer says little of what is far before it
+    "{% if not tools or mood != 'calm' %}{{ raise_exception('something is missing') }}{% endif %}"
     "{{ tools | tojson }} {{ mood }} {% for m in messages %}{{ m.role }}: {{ m.content }}"
     "{% for c in m.tool_calls or [] %} {{ c.id }} {{ c.function.name }}{% endfor %}"
     " {{ m.tool_call_id }}<|im_end|>{% endfor %}"
