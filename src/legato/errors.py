@@ -130,7 +130,10 @@ class PeerLostError(WorldError):
 
 
 class RunFailedError(WorldError):
-    """A launched run failed; ``.rank`` failed first, ``.exit_code`` is what its error asks for."""
+    """A launched run failed; ``.rank`` failed first, ``.exit_code`` is what its error asks for.
+
+    ``.rank`` is None where it is one of another host and isn't known.
+    """
 
 
 class ResumeError(LegatoError, ValueError):

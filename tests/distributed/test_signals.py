@@ -61,9 +61,12 @@ def test_a_stop_signal_to_one_rank_stops_all_at_one_step_and_nobody_restarts_the
 
 def test_sigusr1_to_the_launcher_or_to_a_rank_saves_once_and_goes_on(endless: Path) -> None:
     run = Launched(endless)
-    run.wait_for_step(3)
-    run.send(signal.SIGUSR1)
-    run.wait_until(lambda: len(steps_in(run.output_dir)) == 1, "the first save")
+    run.wait_until((run.output_dir / "logs" / "rank_1.log").exists, "the start of rank 1")
+    run.send(signal.SIGUSR1)  # while they start
+    run.send(signal.SIGUSR1, rank=1)
+    run.wait_until(lambda: steps_in(run.output_dir) == [1], "the save of the first step")
+    run.wait_for_step(4)
+    assert steps_in(run.output_dir) == [1]
     run.send(signal.SIGUSR1, rank=1)
     run.wait_until(lambda: len(steps_in(run.output_dir)) == 2, "the second save")
     (run.output_dir / "SAVE").touch()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from legato.report.metrics import read_events
 
 # A start costs seconds of imports on every rank, and CI's two cores are shared.
 TIMEOUT_SECONDS = 240.0
+# multiprocessing's own helper ends when it notices that nobody is left.
+ORPHAN_SECONDS = 2.0
+MARK = "LEGATO_TEST_LAUNCH"
 
 
 _KILL = """
@@ -59,18 +63,18 @@ class Launched:
             *(sys.executable, "-m", "legato", "run"),
             *(f"--nproc-per-node={num_processes}",) * (num_processes > 0),
         )
+        self._mark = uuid.uuid4().hex
         self.process = subprocess.Popen(
             [
                 *words,
                 *("--config", str(config), f"output_dir={self.output_dir}"),
                 *map(str, arguments),
             ],
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {}),
+            env=os.environ | {"OMP_NUM_THREADS": "1", MARK: self._mark} | dict(environment or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        self._seen: dict[int, psutil.Process] = {}
 
     def workers(self) -> dict[int, psutil.Process]:
         """The processes that train, by rank."""
@@ -82,7 +86,18 @@ class Launched:
                 continue
             if rank is not None:
                 found[int(rank)] = child
-                self._seen[child.pid] = child
+        return found
+
+    def left(self) -> list[psutil.Process]:
+        """Every process that this run has started, in however many steps, and that still runs."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                is_ours = process.environ().get(MARK) == self._mark
+            except (psutil.Error, OSError):  # ended, or somebody else's
+                continue
+            if is_ours and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
         return found
 
     def wait_for_step(self, step: int) -> None:
@@ -123,11 +138,11 @@ class Launched:
         try:
             output, _ = self.process.communicate(timeout=within_seconds)
         except subprocess.TimeoutExpired:
-            for each in [*self.workers().values(), self.process]:
+            for each in self.left():
                 each.kill()
             output, _ = self.process.communicate()
             raise AssertionError(f"still running after {within_seconds} s:\n{output}") from None
-        orphans = [worker for worker in self._seen.values() if worker.is_running()]
+        _, orphans = psutil.wait_procs(self.left(), timeout=ORPHAN_SECONDS)
         assert not orphans, f"left behind: {orphans}"
         return self.process.returncode, output
 

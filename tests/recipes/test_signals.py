@@ -90,22 +90,29 @@ def test_sigusr1_and_the_trigger_file_save_and_go_on(tmp_path: Path, tiny_model_
     )
     out = tmp_path / "out"
     process = start(config)
-    wait_for_step(out, 3, process)
-    process.send_signal(signal.SIGUSR1)
     deadline = time.monotonic() + 60
+    while not out.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGUSR1)  # while it loads the model
     while not steps_in(out) and time.monotonic() < deadline:
         time.sleep(0.05)
-    [first] = steps_in(out)
-    (out / "SAVE").touch()
+    assert steps_in(out) == [1]
+    wait_for_step(out, 3, process)
+    assert steps_in(out) == [1]
+    process.send_signal(signal.SIGUSR1)
     while len(steps_in(out)) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert len(steps_in(out)) == 2
+    first, _ = steps_in(out)
+    (out / "SAVE").touch()
+    while len(steps_in(out)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(steps_in(out)) == 3
     assert not (out / "SAVE").exists()
     process.send_signal(signal.SIGTERM)
     process.wait(timeout=120)
     assert process.returncode == 143
     assert steps_in(out)[0] == first
-    assert len(steps_in(out)) == 3
+    assert len(steps_in(out)) == 4
 
 
 @pytest.mark.crash

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from legato.cli.main import VERBS, main
 from legato.config.schema import DatasetConfig, RunConfig
+from legato.parallel.launch import split_options
 from tests.helpers import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -89,6 +90,15 @@ def test_every_make_target_and_verb_that_is_named_exists(document: str) -> None:
     assert [t for t in targets if not re.search(rf"^{t}:", makefile, re.M)] == []
     verbs = {line.split()[1] for line in found if line.startswith("legato ")}
     assert verbs - set(VERBS) == set()
+
+
+def test_every_option_in_the_guide_to_several_processes_is_one_of_the_command() -> None:
+    text = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
+    # The batch system's own are lines of a script that it reads.
+    text = "\n".join(line for line in text.splitlines() if not line.startswith("#SBATCH"))
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)) - {"--config"}
+    assert {"--nproc-per-node", "--max-restarts", "--shutdown-timeout"} <= named
+    assert [name for name in named if not split_options([f"{name}=1"])[0]] == []
 
 
 def test_ci_runs_the_test_command_of_the_readme() -> None:

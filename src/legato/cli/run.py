@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from legato.cli.arguments import ConfigOption
+from legato.parallel.handlers import saves_held
 
 if TYPE_CHECKING:
     from legato.config.load import LoadedConfig
@@ -38,10 +39,8 @@ def run(
     ] = False,
 ) -> None:
     """Train, or go on where the same command was stopped."""
-    from legato.cli.logs import is_debugging, show_log
-    from legato.errors import ConfigError, UsageError
-    from legato.parallel.launch import is_asked_for, split_options
-    from legato.parallel.placement import find_placement
+    from legato.errors import UsageError
+    from legato.parallel.launch import split_options
     from legato.parallel.terminal import outlive_readers
 
     outlive_readers()
@@ -55,9 +54,19 @@ def run(
         if words and words[0].endswith((".yaml", ".yml")):
             raise UsageError(f"a config is given as: legato run --config {words[0]}")
         raise UsageError("--config is missing. `legato ls` shows what there is")
+    _run_recipe(config, words, options, start_over=start_over, accept_changes=accept_changes)
 
+
+@saves_held()
+def _run_recipe(
+    config: str, words: list[str], options: list[str], *, start_over: bool, accept_changes: bool
+) -> None:
     from legato.cli.arguments import read_config
+    from legato.cli.logs import is_debugging, show_log
     from legato.cli.validate import local_problems
+    from legato.errors import ConfigError
+    from legato.parallel.launch import is_asked_for
+    from legato.parallel.placement import find_placement
 
     loaded = read_config(config, words)
     problems = [loaded.origins.tell(problem) for problem in local_problems(loaded)]
@@ -106,7 +115,7 @@ def _launch(
     from legato.errors import ConfigError
     from legato.parallel.launch import launch, plan_launch
 
-    plan = plan_launch(options, words)
+    plan = plan_launch(options, words, patience_seconds=loaded.config.final_save_patience_seconds)
     if problems and plan.num_hosts == 1:  # of several hosts, the others would wait for this one
         raise ConfigError(problems)
     check_processes(loaded.config, plan.num_processes)

@@ -24,6 +24,7 @@ from legato.storage.writing import writing_to
 
 LOGS_FOLDER = "logs"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_RESTARTED_SECONDS = 3.0
 
 
 @contextlib.contextmanager
@@ -63,8 +64,13 @@ def as_rank(placement: Placement, *, output_dir: str) -> Iterator[None]:
                     log.write("".join(traceback.format_exception(error)))
                     log.flush()
             if folder is not None:
-                write_end(folder, end)
+                _tell(folder, placement, end)
             if end.how == "stopped" and placement.has_agent:
+                raise typer.Exit(0) from error
+            if end.how == "lost" and end.is_final:
+                # Agents that still wait for ours in a new round of theirs restart this process
+                # at once. If none does, the others' have ended with 0, and ours is to follow.
+                time.sleep(_RESTARTED_SECONDS)
                 raise typer.Exit(0) from error
             if folder is not None:
                 raise typer.Exit(end.exit_code) from error
@@ -73,12 +79,29 @@ def as_rank(placement: Placement, *, output_dir: str) -> Iterator[None]:
         write_end(folder, RankEnd(rank=placement.rank, how="done", time=time.time()))
 
 
+def _tell(folder: str, placement: Placement, end: RankEnd) -> None:
+    """Leave ``end`` for the launcher, and for other hosts where a restart is of no use to them."""
+    write_end(folder, end)
+    if end.how == "failed" and end.is_final:
+        from legato.parallel.meeting import announce_end
+
+        announce_end(placement, end)
+
+
 def _end_of(error: BaseException, *, rank: int) -> RankEnd:
     now = time.time()
     if isinstance(error, StopRequested):
         return RankEnd(rank=rank, how="stopped", time=now, exit_code=error.exit_code)
     if isinstance(error, PeerLostError):
-        return RankEnd(rank=rank, how="lost", time=now, exit_code=1, message=error.message)
+        return RankEnd(
+            rank=rank,
+            how="lost",
+            time=now,
+            exit_code=error.exit_code,
+            message=error.message,
+            is_final=error.facts.get("is_over", False),
+            lost_rank=error.facts.get("rank"),
+        )
     if isinstance(error, LegatoError):
         # What is refused on purpose would be refused again; hosts that can't meet may yet do so.
         return RankEnd(

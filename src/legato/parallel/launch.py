@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import io
 import logging
+import math
 import os
 import shutil
 import signal
@@ -23,16 +24,16 @@ from types import FrameType
 
 import psutil
 
-from legato.errors import RunFailedError, StopRequested, UsageError, WorldError, first_line
+from legato.errors import StopRequested, UsageError, WorldError, first_line
 from legato.parallel.handlers import handlers_taken
 from legato.parallel.hosts import HostWatch, end_process, waiting_text
 from legato.parallel.placement import is_port_in_use
 from legato.parallel.reports import (
     FOLDER_VARIABLE,
     Death,
-    RankEnd,
+    ask_to_save,
     ask_to_stop,
-    first_failure,
+    conclude,
     read_ends,
 )
 from legato.parallel.terminal import leave_closed_terminal
@@ -40,7 +41,9 @@ from legato.parallel.terminal import leave_closed_terminal
 logger = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS = 600
-"""How long processes that were asked to stop may take for their last checkpoint."""
+"""How long processes that were asked to stop may take for their step and their last checkpoint, not
+counting the time that a save which fails is tried again.
+"""
 
 # torchrun's options; the names with underscores are the same ones.
 _WITH_VALUE = frozenset(
@@ -129,12 +132,16 @@ def is_asked_for(options: Sequence[str], environment: Mapping[str, str]) -> bool
     return bool(options) or any(name.startswith("PET_") for name in environment)
 
 
-def plan_launch(options: Sequence[str], words: Sequence[str]) -> LaunchPlan:
+def plan_launch(
+    options: Sequence[str], words: Sequence[str], *, patience_seconds: float = 0.0
+) -> LaunchPlan:
     """Read torchrun's options as torch does.
 
     Args:
         options: As :func:`split_options` gives them.
         words: What each process gets to run, after ``python -m legato``.
+        patience_seconds: How long a last save that fails is tried again, which is more time until
+            processes that were asked to stop are killed.
 
     Returns:
         The plan.
@@ -174,7 +181,7 @@ def plan_launch(options: Sequence[str], words: Sequence[str]) -> LaunchPlan:
     # Not none: torch would take its default. SIGQUIT stays torch's.
     arguments.signals_to_handle = "SIGQUIT"
     if arguments.shutdown_timeout is None:
-        arguments.shutdown_timeout = SHUTDOWN_SECONDS
+        arguments.shutdown_timeout = SHUTDOWN_SECONDS + math.ceil(patience_seconds)
     return LaunchPlan(arguments, num_processes=min_hosts * per_host, num_hosts=max_hosts)
 
 
@@ -194,6 +201,7 @@ def launch(plan: LaunchPlan, *, logs: Path) -> None:
     Raises:
         StopRequested: A signal ended the run, after a checkpoint.
         RunFailedError: It failed; ``.rank`` failed first, ``.exit_code``.
+        CheckpointWriteError: The last save took longer than the shutdown timeout.
         WorldError: The launcher itself can't do its work: a port in use, hosts that don't come.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -220,11 +228,20 @@ def launch(plan: LaunchPlan, *, logs: Path) -> None:
         except SignalException as error:  # SIGQUIT
             raise StopRequested(int(error.sigval)) from error
         except (RuntimeError, OSError, RendezvousError) as error:
-            raise _cannot_launch(plan, error) from error
+            # Another host's launcher ends the hosts' meeting when its own processes have failed.
+            if not any(end.how in ("failed", "lost") for end in read_ends(folder)):
+                raise _cannot_launch(plan, error) from error
         finally:
             signals.kill_workers()
         ends = read_ends(folder)
-    _conclude(ends, deaths, signals=signals, logs=logs)
+    conclude(
+        ends,
+        deaths,
+        stopped_by=signals.stop,
+        is_killed_late=signals.is_late,
+        has_other_hosts=plan.num_hosts > 1,
+        logs=logs,
+    )
 
 
 @contextlib.contextmanager
@@ -275,13 +292,13 @@ class _Signals:
     SIGTERM, SIGINT,      to every process, once: save and stop; killed if they take too long
     SIGHUP                (one that is ignored stays so: nohup)
     a second SIGINT       all processes are killed
-    SIGUSR1               to one process: every rank saves
+    SIGUSR1               a note for the processes, also for those that just start: every rank saves
     ====================  =======================================================================
     """
 
     def __init__(self, folder: str, *, shutdown_seconds: float) -> None:
         self.stop: int | None = None
-        self.is_killed = False
+        self.is_late = False
         self._folder = folder
         self._shutdown_seconds = shutdown_seconds
         self._timer: threading.Timer | None = None
@@ -319,18 +336,17 @@ class _Signals:
             if not workers:  # the hosts are still looking for each other
                 raise StopRequested(number)
             _send(workers, number)
-            self._timer = threading.Timer(self._shutdown_seconds, self._kill)
+            self._timer = threading.Timer(self._shutdown_seconds, self._kill_late)
             self._timer.daemon = True
             self._timer.start()
         elif number == signal.SIGINT:
-            self._kill()
+            self.kill_workers()
 
-    def _on_save(self, number: int, _frame: FrameType | None) -> None:
-        # To one only: a second one would hear it a step later, and save again.
-        _send(_workers()[:1], number)
+    def _on_save(self, _number: int, _frame: FrameType | None) -> None:
+        ask_to_save(self._folder)
 
-    def _kill(self) -> None:
-        self.is_killed = True
+    def _kill_late(self) -> None:
+        self.is_late = True
         self.kill_workers()
 
 
@@ -352,39 +368,3 @@ def _cannot_launch(plan: LaunchPlan, error: Exception) -> WorldError:
             "one with --master-port; on one host leave it out, and a free one is taken."
         )
     return WorldError(f"the processes can't be launched: {first_line(error)}")
-
-
-def _conclude(
-    ends: Sequence[RankEnd], deaths: Mapping[int, Death], *, signals: _Signals, logs: Path
-) -> None:
-    """Say how the run ended, by an exception unless it is done."""
-    failed = [end for end in ends if end.how == "failed"]
-    stops = [end.exit_code - 128 for end in ends if end.how == "stopped"]
-    if signals.stop is not None and not failed:
-        if signals.is_killed:
-            logger.warning("the processes were killed before their last checkpoint was on disk")
-        raise StopRequested(signals.stop)
-    if not failed and not deaths:
-        if stops:
-            raise StopRequested(stops[0])
-        return
-    found = first_failure(ends, deaths)
-    assert found is not None
-    rank, end = found
-    log = logs / f"rank_{rank}.log"
-    where = f"\nIts log: {log}" if log.exists() else ""
-    if end is None:
-        how = _how_it_died(deaths[rank].exit_code)
-        raise RunFailedError(f"rank {rank} failed first: {how}{where}", rank=rank, exit_code=1)
-    # A config that every rank refuses isn't one rank's fault, and needs no traceback.
-    is_common = end.is_final and len(failed) > 1 and len({each.message for each in failed}) == 1
-    message = end.message if is_common else f"rank {rank} failed first: {end.message}{where}"
-    raise RunFailedError(message, rank=rank, exit_code=end.exit_code)
-
-
-def _how_it_died(exit_code: int) -> str:
-    if exit_code >= 0:
-        return f"it ended with exit code {exit_code} and said nothing"
-    name = signal.Signals(-exit_code).name if -exit_code in list(signal.Signals) else -exit_code
-    hint = " (out of memory, perhaps)" if exit_code == -signal.SIGKILL else ""
-    return f"it was killed by {name}{hint}"

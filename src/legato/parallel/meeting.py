@@ -2,16 +2,25 @@
 
 The store is where somebody who doesn't come is missed by number, and where one that can't take part
 says so: a process group would wait for it to the end of its patience, and then name nobody.
+
+A launcher keeps one store over all attempts, and launchers of several hosts don't count these
+alike: one that restarts its ranks because another host's failed doesn't count that. So each rank
+asks rank 0 at the store which meeting this is, under a name that nobody had before, and the answer
+is what everything else is kept under. What an earlier attempt left answers nobody.
 """
 
 from __future__ import annotations
 
 import datetime as dt
+import json
 import logging
 import socket
+import threading
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +28,7 @@ import torch.distributed as dist
 
 from legato.errors import PeerLostError, WorldError, first_line
 from legato.parallel.placement import Placement, is_port_in_use
+from legato.parallel.reports import RankEnd, launch_folder
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +39,11 @@ MEET_SECONDS = 300.0
 SAY_SECONDS = 30.0
 """How often it says whom it waits for."""
 _HEARD_SECONDS = 10.0
+_ANSWER_SECONDS = 20.0
 _POLL_SECONDS = 0.1
+_ALL_HERE = "all here"
+_OVER = "over"
+_CHOOSE = "Choose another one: --master-port for legato run and torchrun, MASTER_PORT elsewhere."
 
 
 def meet(placement: Placement, prepare: Callable[[], T]) -> tuple[Any, T]:
@@ -45,35 +59,26 @@ def meet(placement: Placement, prepare: Callable[[], T]) -> tuple[Any, T]:
     Raises:
         WorldError: The place can't be reached, or somebody didn't come; ``.missing`` has the ranks.
         PeerLostError: ``prepare`` failed on another rank; ``.rank``. A rank's own error is raised
-            as it is.
+            as it is. With ``.is_over`` a rank of another host has ended, and would again.
     """
     if placement.world_size == 1:
         return dist.HashStore(), prepare()  # type: ignore[attr-defined]
     try:
-        store = _open_store(placement)
+        meeting = _Meeting(placement)
         value, error = None, None
         try:
             value = prepare()
         except Exception as caught:
             error = caught
-        text = "" if error is None else f"{type(error).__name__}: {error}"
-        store.set(_here(placement.rank), text)
-        _wait_for_all(store, placement)
-        texts = [store.get(_here(rank)).decode() for rank in range(placement.world_size)]
-        store.set(_heard(placement.rank), "")
-        failed = next((rank for rank, text in enumerate(texts) if text), None)
-        if failed is not None:
-            # Rank 0 may serve the store: it stays until the others have read why.
-            keys = [_heard(rank) for rank in range(placement.world_size)]
-            with suppress(dist.DistError):
-                store.wait(keys, dt.timedelta(seconds=_HEARD_SECONDS))
+        texts = meeting.gather("" if error is None else f"{type(error).__name__}: {error}")
     except dist.DistError as error:
         raise _cannot_meet(placement, error) from error
     if error is not None:
         raise error
+    failed = next((rank for rank, text in enumerate(texts) if text), None)
     if failed is not None:
         raise PeerLostError(f"rank {failed}: {texts[failed]}", rank=failed)
-    return store, value  # type: ignore[return-value]
+    return meeting.store, value  # type: ignore[return-value]
 
 
 def init_process_group(store: Any, placement: Placement, device: torch.device) -> None:
@@ -100,22 +105,167 @@ def init_process_group(store: Any, placement: Placement, device: torch.device) -
         raise _cannot_meet(placement, error) from error
 
 
+def announce_end(placement: Placement, end: RankEnd) -> None:
+    """Tell ranks of other hosts, which a launcher may restart, that there is nothing to do.
+
+    Args:
+        placement: This rank's.
+        end: How it ended, and would again.
+    """
+    if _may_be_over(placement):
+        with suppress(dist.DistError, WorldError):
+            _shared_part(_connect(placement)).set(_OVER, json.dumps(asdict(end)))
+
+
+def _may_be_over(placement: Placement) -> bool:
+    """Whether ranks of several launchers of ours meet; one of them has a folder for that."""
+    return placement.has_other_hosts and placement.meets_at_agent and launch_folder() is not None
+
+
+class _Meeting:
+    """One attempt's part of the store.
+
+    Args:
+        placement: Who is to come, and where.
+
+    Attributes:
+        store: Holds what this attempt says, and nothing else.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        self._began = self._said = time.monotonic()
+        self._shared = _shared_part(_open_store(placement))
+        self._refuse_if_over()
+        self._names = [""] * placement.world_size
+        name = uuid.uuid4().hex
+        if placement.rank:
+            self._shared.set(_asks(placement.rank), name)
+            self._wait_for(self._shared, _answer(name), lambda: [0])
+            name = self._shared.get(_answer(name)).decode()
+        self._name = name
+        self.store = dist.PrefixStore(name, self._shared)  # type: ignore[attr-defined]
+
+    def gather(self, text: str) -> list[str]:
+        """Collective: every rank's text, by rank."""
+        ranks = range(self._placement.world_size)
+        self.store.set(_here(self._placement.rank), text)
+        if self._placement.rank:
+            self._wait_for(self.store, _ALL_HERE, self._missing)
+        else:
+            self._welcome()
+        texts = [self.store.get(_here(rank)).decode() for rank in ranks]
+        self.store.set(_heard(self._placement.rank), "")
+        if any(texts):
+            # Rank 0 may serve the store: it stays until the others have read why.
+            with suppress(dist.DistError):
+                self.store.wait(
+                    [_heard(rank) for rank in ranks], dt.timedelta(seconds=_HEARD_SECONDS)
+                )
+        return texts
+
+    def _welcome(self) -> None:
+        """Rank 0: answer each rank that asks, until all are here."""
+        missing = self._missing()
+        while missing:
+            for rank in missing:
+                self._answer(rank)
+            missing = [rank for rank in missing if not self.store.check([_here(rank)])]
+            if missing:
+                self._patience(missing)
+                time.sleep(_POLL_SECONDS)
+        self.store.set(_ALL_HERE, "")
+
+    def _answer(self, rank: int) -> None:
+        if not self._shared.check([_asks(rank)]):
+            return
+        # One that an earlier attempt left is answered too; the next look finds the new one.
+        name = self._shared.get(_asks(rank)).decode()
+        if name != self._names[rank]:
+            self._shared.set(_answer(name), self._name)
+            self._names[rank] = name
+
+    def _refuse_if_over(self) -> None:
+        if _may_be_over(self._placement) and self._shared.check([_OVER]):
+            end = RankEnd(**json.loads(self._shared.get(_OVER)))
+            raise PeerLostError(end.message, rank=end.rank, exit_code=end.exit_code, is_over=True)
+
+    def _missing(self) -> list[int]:
+        ranks = range(self._placement.world_size)
+        return [rank for rank in ranks if not self.store.check([_here(rank)])]
+
+    def _wait_for(self, store: Any, key: str, missing: Callable[[], list[int]]) -> None:
+        """Until ``key`` is there; ``missing`` names those without whom it won't come."""
+        while True:
+            try:
+                store.wait([key], dt.timedelta(seconds=SAY_SECONDS))
+                return
+            except dist.DistStoreError:
+                self._patience(missing())
+
+    def _patience(self, missing: list[int]) -> None:
+        """Say now and then who isn't here; an error at the end."""
+        self._refuse_if_over()
+        now, placement = time.monotonic(), self._placement
+        if now - self._began >= MEET_SECONDS:
+            raise WorldError(
+                f"{_ranks(missing)} of {placement.world_size} didn't come to "
+                f"{placement.address}:{placement.port} within {MEET_SECONDS:.0f} s: it has "
+                "ended, which its own host's messages tell, or was never started.",
+                missing=missing,
+            )
+        if now - self._said >= SAY_SECONDS:
+            self._said = now
+            _say_waiting(placement, _ranks(missing), now - self._began)
+
+
 def _open_store(placement: Placement) -> Any:
     """Serve the store, or reach it."""
     serves = placement.rank == 0 and not placement.meets_at_agent
     if not serves:
         _wait_for_port(placement)
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        placement.address,
-        placement.port,
-        is_master=serves,
-        timeout=dt.timedelta(seconds=MEET_SECONDS),
-        multi_tenant=True,
-    )
-    # The launcher keeps one store over all attempts: without a prefix of its own an attempt
-    # meets the gloo addresses of dead processes (17 of 42 restarts failed, measured).
-    prefix = f"legato/{placement.attempt}/{placement.world_size}"
-    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+    return _connect(placement, serves=serves)
+
+
+def _connect(placement: Placement, *, serves: bool = False) -> Any:
+    """Serve or reach the store; WorldError where what listens there isn't one.
+
+    In a thread, because torch waits without an end for an answer that another program won't give.
+    """
+    stores: list[Any] = []
+    errors: list[Exception] = []
+
+    def connect() -> None:
+        try:
+            stores.append(
+                dist.TCPStore(  # type: ignore[attr-defined]
+                    placement.address,
+                    placement.port,
+                    is_master=serves,
+                    timeout=dt.timedelta(seconds=MEET_SECONDS),
+                    multi_tenant=True,
+                )
+            )
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=connect, name="legato-store", daemon=True)
+    thread.start()
+    thread.join(_ANSWER_SECONDS)
+    if errors:
+        raise errors[0]
+    if not stores:
+        raise WorldError(
+            f"rank {placement.rank} of {placement.world_size} gets no answer at "
+            f"{placement.address}:{placement.port}: another program has that port. {_CHOOSE}",
+            port=placement.port,
+        )
+    return stores[0]
+
+
+def _shared_part(store: Any) -> Any:
+    """What ranks of all attempts see, apart from what others keep in the store."""
+    return dist.PrefixStore("legato", store)  # type: ignore[attr-defined]
 
 
 def _wait_for_port(placement: Placement) -> None:
@@ -136,27 +286,6 @@ def _wait_for_port(placement: Placement) -> None:
             time.sleep(_POLL_SECONDS)
 
 
-def _wait_for_all(store: Any, placement: Placement) -> None:
-    missing = list(range(placement.world_size))
-    began = time.monotonic()
-    while missing:
-        try:
-            store.wait([_here(rank) for rank in missing], dt.timedelta(seconds=SAY_SECONDS))
-            return
-        except dist.DistStoreError as error:
-            missing = [rank for rank in missing if not store.check([_here(rank)])]
-            waited = time.monotonic() - began
-            if missing and waited >= MEET_SECONDS:
-                raise WorldError(
-                    f"{_ranks(missing)} of {placement.world_size} didn't come to "
-                    f"{placement.address}:{placement.port} within {MEET_SECONDS:.0f} s: it has "
-                    "ended, which its own host's messages tell, or was never started.",
-                    missing=missing,
-                ) from error
-            if missing:
-                _say_waiting(placement, _ranks(missing), waited)
-
-
 def _say_waiting(placement: Placement, whom: str, waited: float) -> None:
     logger.info(
         "rank %d of %d waits at %s:%d for %s: %.0f s so far, at most %.0f s",
@@ -172,6 +301,14 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {named}{more}"
 
 
+def _asks(rank: int) -> str:
+    return f"asks/{rank}"
+
+
+def _answer(name: str) -> str:
+    return f"answer/{name}"
+
+
 def _here(rank: int) -> str:
     return f"here/{rank}"
 
@@ -183,8 +320,7 @@ def _heard(rank: int) -> str:
 def _cannot_meet(placement: Placement, error: Exception) -> WorldError:
     if is_port_in_use(error):
         return WorldError(
-            f"port {placement.port} on {placement.address} is in use. Choose another one: "
-            "--master-port for legato run and torchrun, MASTER_PORT elsewhere.",
+            f"port {placement.port} on {placement.address} is in use. {_CHOOSE}",
             port=placement.port,
         )
     return WorldError(

@@ -49,6 +49,11 @@ class Placement:
     meets_at_agent: bool = False
     sees_own_gpu: bool = False
 
+    @property
+    def has_other_hosts(self) -> bool:
+        """Whether some of the processes are on other hosts."""
+        return self.world_size > self.local_world_size
+
 
 def find_placement(environment: Mapping[str, str]) -> Placement | None:
     """Read the environment as torchrun or srun set it.
@@ -73,7 +78,7 @@ def find_placement(environment: Mapping[str, str]) -> Placement | None:
 def _from_torchrun(environment: Mapping[str, str]) -> Placement:
     run_id = environment.get("TORCHELASTIC_RUN_ID")
     if run_id == "none":  # torchrun's default
-        run_id = environment.get(FOLDER_VARIABLE)
+        run_id = environment.get(FOLDER_VARIABLE) or _launch_folder_of_torch(environment)
     return Placement(
         rank=_number(environment, "RANK"),
         world_size=_number(environment, "WORLD_SIZE"),
@@ -86,6 +91,12 @@ def _from_torchrun(environment: Mapping[str, str]) -> Placement:
         launch_id=run_id,
         meets_at_agent=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
+
+
+def _launch_folder_of_torch(environment: Mapping[str, str]) -> str | None:
+    """The folder that an agent makes for its launch: ``<folder>/attempt_2/0/error.json``."""
+    parts = environment.get("TORCHELASTIC_ERROR_FILE", "").rsplit("/", 3)
+    return parts[0] if len(parts) == 4 and parts[1].startswith("attempt_") else None
 
 
 def _from_slurm(environment: Mapping[str, str]) -> Placement:

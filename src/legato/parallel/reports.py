@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from legato.errors import CheckpointWriteError, RunFailedError, StopRequested
+
 FOLDER_VARIABLE = "LEGATO_LAUNCH_FOLDER"
+SAVE_FILE = "save"
+"""A wish for a checkpoint, in the folder of the launch; whoever takes it away answers it."""
 _STOP_FILE = "stop"
 
 # A kill is noticed after the fact: by the others at once, by the launcher at its next look.
@@ -32,6 +37,7 @@ class RankEnd:
         exit_code: What the command is to end with.
         message: The error's; empty if there is none.
         is_final: A restart would end in the same way.
+        lost_rank: Whose end ``lost`` this one; None: it can't be told.
     """
 
     rank: int
@@ -40,6 +46,7 @@ class RankEnd:
     exit_code: int = 0
     message: str = ""
     is_final: bool = False
+    lost_rank: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +86,11 @@ def ask_to_stop(folder: str, number: int) -> None:
     Path(folder, _STOP_FILE).write_text(str(number))
 
 
+def ask_to_save(folder: str) -> None:
+    """Have the processes save at the end of their step, or of their first one."""
+    Path(folder, SAVE_FILE).touch()
+
+
 def is_over(folder: str) -> bool:
     """Whether a process that is started now has nothing to do."""
     if Path(folder, _STOP_FILE).exists():
@@ -114,6 +126,83 @@ def first_failure(
         return None
     rank = min(times, key=lambda rank: (times[rank], rank))
     return rank, told.get(rank)
+
+
+def conclude(
+    ends: Sequence[RankEnd],
+    deaths: Mapping[int, Death],
+    *,
+    stopped_by: int | None,
+    is_killed_late: bool,
+    has_other_hosts: bool,
+    logs: Path,
+) -> None:
+    """Say how a launch ended, by an exception unless it is done.
+
+    Args:
+        ends: What this host's processes told.
+        deaths: What the launcher saw, by rank.
+        stopped_by: The signal that the launcher passed on; None: it got none.
+        is_killed_late: It killed what hadn't ended within the shutdown timeout.
+        has_other_hosts: Whether a process that isn't among these may have failed.
+        logs: Folder of the ranks' logs.
+
+    Raises:
+        StopRequested: A signal ended the run, after a checkpoint, or before one was of use.
+        RunFailedError: It failed; ``.rank`` failed first, ``.exit_code``.
+        CheckpointWriteError: The last checkpoint wasn't on disk in time.
+    """
+    stops = [end.exit_code - 128 for end in ends if end.how == "stopped"]
+    failed = [end for end in ends if end.how == "failed"]
+    if stopped_by is not None and not failed:
+        if is_killed_late and not stops:
+            raise CheckpointWriteError(
+                "the processes were killed before their last checkpoint was on disk: they took "
+                f"longer after {signal.Signals(stopped_by).name} than --shutdown-timeout, in "
+                "seconds, lets them. The newest complete checkpoint is the last one."
+            )
+        raise StopRequested(stopped_by)
+    found = first_failure(ends, deaths)
+    if found is not None:
+        raise _failure(*found, ends, deaths, has_other_hosts=has_other_hosts, logs=logs)
+    if stops:
+        raise StopRequested(stops[0])
+
+
+def _failure(
+    rank: int,
+    end: RankEnd | None,
+    ends: Sequence[RankEnd],
+    deaths: Mapping[int, Death],
+    *,
+    has_other_hosts: bool,
+    logs: Path,
+) -> RunFailedError:
+    if end is None:
+        who, what, exit_code = f"rank {rank}", _how_it_died(deaths[rank].exit_code), 1
+    else:
+        who, what, exit_code = f"rank {rank}", end.message, end.exit_code
+        # A config that every rank refuses isn't one rank's fault, and needs no traceback.
+        messages = [each.message for each in ends if each.how == "failed"]
+        if end.is_final and len(messages) > 1 and len(set(messages)) == 1:
+            return RunFailedError(what, rank=rank, exit_code=exit_code)
+        if end.how == "lost" and has_other_hosts:  # none of ours failed by itself
+            if end.lost_rank is None:
+                what = f"a rank of another host failed first: {what}"
+                return RunFailedError(what, rank=None, exit_code=exit_code)
+            rank, who = end.lost_rank, f"rank {end.lost_rank} on another host"
+            what = what.removeprefix(f"rank {rank}: ")
+    log = logs / f"rank_{rank}.log"
+    where = f"\nIts log: {log}" if log.exists() else ""
+    return RunFailedError(f"{who} failed first: {what}{where}", rank=rank, exit_code=exit_code)
+
+
+def _how_it_died(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"it ended with exit code {exit_code} and said nothing"
+    name = signal.Signals(-exit_code).name if -exit_code in list(signal.Signals) else -exit_code
+    hint = " (out of memory, perhaps)" if exit_code == -signal.SIGKILL else ""
+    return f"it was killed by {name}{hint}"
 
 
 def launch_folder() -> str | None:

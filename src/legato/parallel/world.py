@@ -42,7 +42,7 @@ class World:
         device: Where this process computes.
         group: The ranks as a training group; None: this process has no group.
         control: The same ranks over gloo, for the main thread.
-        attempt: How often the launcher restarted the ranks.
+        attempt: How often a launcher restarted its ranks, the most of all hosts.
         launch_id: Name of the launch; None: it has none.
         local_world_size: Number of processes on this host.
     """
@@ -116,7 +116,8 @@ class World:
             device=device,
             group=dist.group.WORLD,
             control=control,
-            attempt=placement.attempt,
+            # A launcher that restarts its ranks for another host's sake doesn't count that.
+            attempt=int(max(each[0] for each in control.gather_numbers([placement.attempt]))),
             launch_id=placement.launch_id,
             local_world_size=placement.local_world_size,
         )
@@ -175,8 +176,7 @@ def _gloo_interface(placement: Placement) -> Iterator[None]:
     By itself it takes the interface that the host's own name leads to: on many hosts, loopback.
     """
     name = "GLOO_SOCKET_IFNAME"
-    is_one_host = placement.world_size <= placement.local_world_size
-    interface = None if is_one_host else interface_towards(placement.address)
+    interface = interface_towards(placement.address) if placement.has_other_hosts else None
     if interface is None or name in os.environ:
         yield
         return

@@ -20,6 +20,7 @@ from legato.data.prefetch import Prefetcher
 from legato.data.stream import StreamLoader
 from legato.errors import StopRequested
 from legato.models.compile import CompileClock
+from legato.parallel.handlers import saves_held
 from legato.parallel.placement import find_placement
 from legato.parallel.world import World
 from legato.recipes.data import RunData, open_run_data
@@ -75,6 +76,7 @@ class RunResult:
     saves: tuple[SaveRecord, ...] = ()
 
 
+@saves_held()
 def run(
     config: RunConfig,
     *,

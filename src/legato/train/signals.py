@@ -5,6 +5,7 @@ SIGTERM, SIGHUP, first SIGINT  save and stop; a SIGHUP that is ignored (nohup) s
 a second SIGINT                stop at once: KeyboardInterrupt where the program stands
 SIGUSR1                        save and go on
 a file ``output_dir/SAVE``     save and go on; the file is removed
+a wish of the launcher         the same: it has got SIGUSR1, and leaves a file in its own folder
 =============================  ==============================================================
 """
 
@@ -20,6 +21,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from legato.parallel.handlers import handlers_taken
+from legato.parallel.reports import SAVE_FILE
 from legato.parallel.terminal import leave_closed_terminal
 
 logger = logging.getLogger(__name__)
@@ -51,6 +53,7 @@ class StopSignals:
 
     Args:
         output_dir: Folder watched for the trigger file; None: no trigger file.
+        launch_folder: The launcher's, watched for its wish; None: there is no launcher of ours.
         agree: Gives the largest of each number over all ranks; None: there is one rank.
     """
 
@@ -58,9 +61,14 @@ class StopSignals:
         self,
         output_dir: str | os.PathLike[str] | None = None,
         *,
+        launch_folder: str | None = None,
         agree: Callable[[Sequence[float]], list[float]] | None = None,
     ) -> None:
-        self._trigger = None if output_dir is None else Path(output_dir) / TRIGGER_FILE
+        self._triggers: list[Path] = []
+        if output_dir is not None:
+            self._triggers.append(Path(output_dir, TRIGGER_FILE))
+        if launch_folder is not None:
+            self._triggers.append(Path(launch_folder, SAVE_FILE))
         self._taken = contextlib.ExitStack()
         self._save = False
         self._stop: int | None = None
@@ -92,7 +100,8 @@ class StopSignals:
         Returns:
             The request of this step boundary.
         """
-        save = self._take_trigger()
+        taken = [self._take(trigger) for trigger in list(self._triggers)]
+        save = any(taken)
         if self._save:
             save, self._save = True, False
         # From here on only what is agreed on counts: this rank may hear a signal at any moment.
@@ -128,19 +137,19 @@ class StopSignals:
     def _on_save(self, _number: int, _frame: FrameType | None) -> None:
         self._save = True
 
-    def _take_trigger(self) -> bool:
-        if self._trigger is None or not self._trigger.exists():
+    def _take(self, trigger: Path) -> bool:
+        if not trigger.exists():
             return False
         try:
-            self._trigger.unlink()
+            trigger.unlink()
         except FileNotFoundError:
             return False  # another rank of this host was quicker
         except OSError as error:
             # One that can't be removed would ask again at every step.
             logger.warning(
                 "%s can't be removed (%s): it is answered once and not looked at again",
-                self._trigger,
+                trigger,
                 error,
             )
-            self._trigger = None
+            self._triggers.remove(trigger)
         return True

@@ -15,6 +15,7 @@ from torch import nn
 from legato.checkpoint import Checkpointer, PendingSave, SaveRecord
 from legato.data.dealing import Batch, BatchSource, StepBatches
 from legato.errors import LegatoError, NonFiniteError, StopRequested
+from legato.parallel.reports import launch_folder
 from legato.parallel.world import World
 from legato.train.fetching import fetch_together
 from legato.train.in_backward import InBackward
@@ -205,7 +206,9 @@ class Trainer:
         self.world = world
         self._saves: list[SaveRecord] = []
         self._signals = StopSignals(
-            checkpointer.output_dir if world.is_main else None, agree=world.agree
+            checkpointer.output_dir if world.is_main else None,
+            launch_folder=launch_folder(),
+            agree=world.agree,
         )
 
     def fit(self) -> FitResult:

@@ -86,9 +86,13 @@ def test_a_range_of_hosts_is_refused_however_it_is_given(monkeypatch: pytest.Mon
         plan_launch([], ["run"])
 
 
-def test_saves_get_ten_minutes_unless_told_otherwise() -> None:
-    assert plan_launch(["--nnodes=1"], ["run"]).arguments.shutdown_timeout == 600
-    assert plan_launch(["--shutdown-timeout=9"], ["run"]).arguments.shutdown_timeout == 9
+def test_a_last_save_gets_ten_minutes_and_its_patience_unless_told_otherwise() -> None:
+    def seconds(*options: str) -> int:
+        plan = plan_launch(["--nnodes=1", *options], ["run"], patience_seconds=30.5)
+        return int(plan.arguments.shutdown_timeout)
+
+    assert seconds() == 631
+    assert seconds("--shutdown-timeout=9") == 9
 
 
 def test_the_processes_get_the_words_as_they_are() -> None:

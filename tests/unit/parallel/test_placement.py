@@ -56,6 +56,12 @@ def test_the_name_that_torchrun_gives_to_every_launch_is_no_name() -> None:
     found = find_placement(nameless)
     assert found is not None
     assert (found.has_agent, found.launch_id) == (True, None)
+    folder = "/tmp/torchelastic_a1/none_b2"
+    for attempt in (0, 1):
+        file = {"TORCHELASTIC_ERROR_FILE": f"{folder}/attempt_{attempt}/3/error.json"}
+        by_torch = find_placement(nameless | file)
+        assert by_torch is not None
+        assert by_torch.launch_id == folder
     ours = find_placement(nameless | {"LEGATO_LAUNCH_FOLDER": "/tmp/legato-launch-x"})
     assert ours is not None
     assert ours.launch_id == "/tmp/legato-launch-x"

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from legato.errors import CheckpointWriteError, RunFailedError, StopRequested
 from legato.parallel.reports import (
     Death,
     RankEnd,
     ask_to_stop,
     clear_end,
+    conclude,
     first_failure,
     is_over,
     read_ends,
@@ -82,3 +85,42 @@ def test_the_first_failure_is_found(ends: list[RankEnd], deaths: dict[int, int],
 
 def test_without_a_failure_there_is_no_first_one() -> None:
     assert first_failure([RankEnd(rank=0, how="done", time=1.0)], {}) is None
+
+
+def conclusion(*ends: RankEnd, deaths: dict[int, int] | None = None, **more: Any) -> None:
+    seen = {rank: Death(exit_code=code, time=100.0) for rank, code in (deaths or {}).items()}
+    facts = {"stopped_by": None, "is_killed_late": False, "has_other_hosts": False}
+    conclude(ends, seen, logs=Path("nowhere"), **facts | more)
+
+
+def test_a_launch_that_is_done_or_was_stopped_says_so_once() -> None:
+    stopped = RankEnd(rank=0, how="stopped", time=1.0, exit_code=143)
+    conclusion(RankEnd(rank=0, how="done", time=1.0))
+    for ends, facts in (
+        ([stopped], {}),
+        ([stopped], {"stopped_by": 15, "is_killed_late": True}),  # after its save
+        ([], {"stopped_by": 15, "deaths": {0: -15}}),
+        ([], {"stopped_by": 15, "deaths": {0: -9}}),  # a second Ctrl-C
+    ):
+        with pytest.raises(StopRequested) as caught:
+            conclusion(*ends, **facts)  # type: ignore[arg-type]
+        assert caught.value.exit_code == 143
+
+
+def test_a_last_save_that_is_killed_for_its_slowness_is_a_failed_save() -> None:
+    with pytest.raises(CheckpointWriteError, match="longer after SIGTERM than --shutdown-timeout"):
+        conclusion(stopped_by=15, is_killed_late=True, deaths={0: -9, 1: -9})
+    assert CheckpointWriteError.exit_code == 3
+
+
+def test_on_several_hosts_the_echo_of_an_error_is_not_taken_for_it() -> None:
+    def message(end: RankEnd) -> str:
+        with pytest.raises(RunFailedError) as caught:
+            conclusion(end, deaths={0: 1}, has_other_hosts=True)
+        return str(caught.value)
+
+    assert message(lost(0, 1.0)) == "a rank of another host failed first: lost another rank"
+    named = RankEnd(
+        rank=0, how="lost", time=1.0, exit_code=1, message="rank 3: OSError: no", lost_rank=3
+    )
+    assert message(named) == "rank 3 on another host failed first: OSError: no"

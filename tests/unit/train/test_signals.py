@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from legato.parallel.handlers import saves_held
+from legato.parallel.reports import ask_to_save
 from legato.train.signals import Request, StopSignals
 
 NOTHING = Request(save=False, stop=None)
@@ -31,6 +33,8 @@ atexit.register(say)
 # Polls 100 times a second, as if steps took 10 ms, and says what it was asked.
 LOOP = """
 import sys, time
+from legato.parallel.reports import ask_to_save
+from legato.parallel.handlers import saves_held
 from legato.train.signals import StopSignals
 with StopSignals(sys.argv[1]) as signals:
     print("ready", flush=True)
@@ -185,6 +189,26 @@ def test_the_old_handlers_come_back() -> None:
         assert heard == [signal.SIGUSR1]
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_save_asked_for_before_training_is_answered_once_and_one_after_it_ends_nothing() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with saves_held():
+        signal.raise_signal(signal.SIGUSR1)
+        with saves_held(), StopSignals() as signals:
+            assert signals.poll() == Request(save=True, stop=None)
+            assert signals.poll() == NOTHING
+        with StopSignals() as signals:
+            assert signals.poll() == NOTHING
+        signal.raise_signal(signal.SIGUSR1)
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_a_wish_in_the_launchers_folder_is_answered_once(tmp_path: Path) -> None:
+    first, second = (StopSignals(launch_folder=str(tmp_path)) for _ in range(2))
+    ask_to_save(str(tmp_path))
+    assert [each.poll().save for each in (first, second, first)] == [True, False, False]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_outside_the_main_thread_the_trigger_file_works_and_handlers_stay(tmp_path: Path) -> None:
