@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -99,7 +101,10 @@ def test_torchrun_restarts_the_ranks_from_the_newest_checkpoint_too(
         save_every_n_train_steps=4,
     )
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1")
-    run = Launched(config, command=(*torchrun, "--nproc-per-node=2", "-m", "legato", "run"))
+    command = (*torchrun, "--nproc-per-node=2", "-m", "legato", "run")
+    whole = Launched(config, output_dir=tmp_path / "whole", command=command)
+    whole.succeed()
+    run = Launched(config, command=command)
     run.wait_until(lambda: 8 in steps_in(run.output_dir), "step 8")
     run.send(signal.SIGKILL, rank=1)
     run.succeed()
@@ -107,6 +112,52 @@ def test_torchrun_restarts_the_ranks_from_the_newest_checkpoint_too(
     assert resumed in steps_in(run.output_dir)
     assert resumed >= 8  # type: ignore[operator]
     assert steps_in(run.output_dir) == list(range(4, 41, 4))
+    assert losses(run.output_dir) == losses(whole.output_dir)
+    assert_same_tensors(run.output_dir / "step_40", whole.output_dir / "step_40")
+
+
+@pytest.mark.crash
+def test_launchers_of_two_hosts_restart_together_and_end_together(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    config = write_config(
+        tmp_path,
+        model=tiny_model_dir,
+        recipe="lora_finetune_distributed",
+        epochs=None,
+        max_steps=100_000,
+        save_every_n_train_steps=4,
+        keep_last_n_checkpoints=2,
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    place = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=pair")
+    options = ("--nnodes=2", *place, "--max-restarts=1")
+    runs = [Launched(config, *options, num_processes=1) for _ in range(2)]
+    runs[0].wait_until(lambda: bool(steps_in(tmp_path / "out")), "a save")
+    # The agent that is killed a process counts a restart, and the other one doesn't.
+    hosts = {rank: run for run in runs for rank in run.workers()}
+    hosts[1].send(signal.SIGKILL, rank=1)
+    hosts[0].wait_until(
+        lambda: any(event["event"] == "resume" for event in events(hosts[0])), "the restart"
+    )
+    hosts[0].wait_for_step(max(hosts[0].logged_steps()) + 4)
+    hosts[1].send(signal.SIGKILL, rank=1)
+    (code_0, said_0), (code_1, said_1) = (hosts[r].end(within_seconds=30) for r in range(2))
+    assert (code_0, code_1) == (1, 1)
+    assert "error: rank 1 failed first: it was killed by SIGKILL" in said_1
+    assert "error: a rank of another host failed first: rank 0 lost another rank" in said_0
+    # What was trained twice came out alike.
+    seen: dict[object, object] = {}
+    for event in events(hosts[0]):
+        if event["event"] == "step":
+            assert seen.setdefault(event["step"], event["loss"]) == event["loss"]
+    attempts = [
+        re.findall("attempt ([0-9]+)", (tmp_path / "out" / "logs" / f"rank_{r}.log").read_text())
+        for r in range(2)
+    ]
+    assert attempts == [["0", "0"], ["0", "1"]]
 
 
 @pytest.mark.crash

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -76,6 +77,38 @@ def test_sigusr1_to_the_launcher_or_to_a_rank_saves_once_and_goes_on(endless: Pa
     assert len(steps_in(run.output_dir)) == 3
     run.send(signal.SIGTERM)
     assert run.end()[0] == 143
+
+
+# A disk that is full, put into the processes by a module that Python imports at its start.
+FULL = """
+import os
+def full(sync):
+    def refuse(fd):
+        if "/.step_" in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(28, "No space left on device")
+        sync(fd)
+    return refuse
+os.fsync, os.fdatasync = full(os.fsync), full(os.fdatasync)
+"""
+
+
+def test_a_last_checkpoint_that_cannot_be_written_ends_the_launcher_with_3(
+    endless: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(FULL)
+    paths = [str(tmp_path / "site"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    run = Launched(
+        endless,
+        "final_save_patience_seconds=1",
+        environment={"PYTHONPATH": os.pathsep.join(paths)},
+    )
+    run.wait_for_step(2)
+    run.send(signal.SIGTERM)
+    code, output = run.end(within_seconds=60)
+    assert code == 3, output
+    assert "No space left on device" in output[output.index("error: ") :]
+    assert steps_in(run.output_dir) == []
 
 
 def test_a_second_sigint_ends_all_at_once(endless: Path) -> None:

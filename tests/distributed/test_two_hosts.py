@@ -104,14 +104,26 @@ def test_hosts_that_share_no_disk_save_to_the_first_and_resume_from_it(
 
 
 @pytest.mark.parametrize(
-    ("hidden", "message"),
+    ("hidden", "messages"),
     [
-        ("out", "output_dir: {folder} on host host-1 (rank 1) isn't the folder"),
-        ("model", "model: {folder}"),
+        (
+            "out",
+            [
+                "rank 0 failed first: output_dir: {folder} on host host-1 (rank 1) isn't",
+                "rank 1 failed first: output_dir: {folder} on host host-1 (rank 1) isn't",
+            ],
+        ),
+        (
+            "model",
+            [
+                "rank 1 on another host failed first: {config}:13: model: {folder}: has no",
+                "rank 1 failed first: {config}:13: model: {folder}: has no",
+            ],
+        ),
     ],
 )
-def test_what_one_host_does_not_see_is_named_on_both(
-    tmp_path: Path, hosts: tuple[str, str], hidden: str, message: str
+def test_what_one_host_does_not_see_is_named_on_both_and_not_tried_again(
+    tmp_path: Path, hosts: tuple[str, str], hidden: str, messages: list[str]
 ) -> None:
     folder = tmp_path / hidden
     tiny.write_model(tmp_path / "model")
@@ -119,11 +131,15 @@ def test_what_one_host_does_not_see_is_named_on_both(
     config = config_in(tmp_path, tmp_path / "model")
     own_disk = f"mount -t tmpfs none {folder}"
     runs = [
-        start(config, host, number, prepare=own_disk if number else "true")
+        start(config, host, number, "--max-restarts=2", prepare=own_disk if number else "true")
         for number, host in enumerate(hosts)
     ]
-    for run in runs:
-        code, text = run.end()
+    texts = [run.end() for run in runs]
+    for (code, text), message in zip(texts, messages, strict=True):
         assert code != 0, text
-        assert message.format(folder=folder) in text
-    assert "step 1" not in text
+        assert f"error: {message.format(folder=folder, config=config)}" in text, "\n".join(
+            text for _, text in texts
+        )
+    assert "step 1" not in texts[0][1]
+    log = (tmp_path / "out" / "logs" / "rank_0.log").read_text()
+    assert log.count(" attempt ") <= 2
