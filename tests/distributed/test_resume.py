@@ -6,6 +6,7 @@ import datetime as dt
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from legato.config.load import load_config
@@ -40,7 +41,8 @@ def starts_on_rank(rank: int, folder: str, worlds: list[World]) -> None:
             world_size=num_ranks,
             timeout=dt.timedelta(seconds=200),
         )
-        for overrides in starts:
+        for start, overrides in enumerate(starts):
+            torch.manual_seed(start)  # a process of its own wouldn't stand where this one does
             loaded = load_config(f"{folder}/run.yaml", overrides)
             run(loaded.config, config_name=loaded.name, config_yaml=loaded.yaml)
 
