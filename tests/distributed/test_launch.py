@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -201,6 +202,8 @@ def test_a_rank_that_fails_alone_is_named_and_its_traceback_is_in_its_log(
     run = Launched(config, environment={"PYTHONPATH": paths})
     run.wait_until(lambda: run.process.poll() is not None or run.workers(), "the start")
     code, output = run.end(within_seconds=120)
+    # Its traceback was written when it failed.
+    assert time.time() - (run.output_dir / "logs" / "rank_1.log").stat().st_mtime < 30
     assert code == 1
     assert "error: rank 1 failed first: " in output
     assert message in output
