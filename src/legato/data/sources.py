@@ -25,6 +25,10 @@ __all__ = [
     "read_rows",
 ]
 
+_HELD_OUT = frozenset({"test", "valid", "validation", "val", "dev", "eval", "evaluation"})
+_TRAIN = frozenset({"train", "training"})
+_NAMED_AT_MOST = 3
+
 
 def read_rows(
     path: str, *, split: str | None = None, skip: int = 0, streaming: bool = False
@@ -82,7 +86,6 @@ def _find_files(place: str) -> list[Path]:
         found = [Path(root) / file for root, _, files in os.walk(place) for file in files]
         hidden = [any(part.startswith(".") for part in p.relative_to(place).parts) for p in found]
         files = sorted(p for p, skip in zip(found, hidden, strict=True) if not skip and kind_of(p))
-        _refuse_mixed_splits(place, files)
     else:
         files = sorted(p for p in map(Path, glob.glob(place, recursive=True)) if p.is_file())
     if not files:
@@ -90,21 +93,36 @@ def _find_files(place: str) -> list[Path]:
             f"{place}: no data file there. Known: {', '.join(FILE_KINDS)}, also .gz, .zst",
             path=place,
         )
+    _refuse_mixed_splits(place, files)
     return files
 
 
-def _refuse_mixed_splits(folder: str, files: list[Path]) -> None:
-    """A folder with a train and a test file must not be read as one heap."""
-    held_out = [
-        p.name for p in files if re.match(r"(test|valid|validation|val|dev|eval)\b", p.name)
-    ]
-    if held_out and len(held_out) < len(files):
+def _refuse_mixed_splits(place: str, files: list[Path]) -> None:
+    """Files to train on and files to test on must not be read as one heap."""
+    if len(files) < 2:
+        return
+    above = Path(os.path.commonpath([file.parent for file in files]))
+    names = [file.relative_to(above) for file in files]
+    held_out = [name for name in names if _is_held_out(name)]
+    if held_out and len(held_out) < len(names):
+        more = ", ..." if len(held_out) > _NAMED_AT_MOST else ""
+        choice = "a split (split: train), a file or a glob" if os.path.isdir(place) else "the files"
         raise DataError(
-            f"{folder} holds {', '.join(held_out)} beside other files. Name a split (split: "
-            "train), "
-            "a file or a glob, so that no row is trained on that is meant for testing.",
-            path=folder,
+            f"{place} holds {', '.join(map(str, held_out[:_NAMED_AT_MOST]))}{more} beside other "
+            f"files. Name {choice}, so that no row is trained on that is meant for testing.",
+            path=place,
         )
+
+
+def _is_held_out(name: Path) -> bool:
+    """Whether a path says so: the outermost part of it that holds the word of a split decides."""
+    for part in name.parts:
+        words = set(re.split(r"[^a-z0-9]+", part.lower()))
+        if words & _HELD_OUT:
+            return not words & _TRAIN
+        if words & _TRAIN:
+            return False
+    return False
 
 
 def _read_files(files: list[Path], past: Skip) -> Generator[Row | BadRow, None, None]:

@@ -123,11 +123,37 @@ def test_files_of_one_name_are_told_apart_by_their_folder(tmp_path: Path) -> Non
     assert ids(tmp_path) == [f"{tmp_path}/x/a.jsonl:1", f"{tmp_path}/y/a.jsonl:1"]
 
 
-def test_a_folder_with_a_test_file_must_not_be_read_as_one_heap(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "train.jsonl", [{"text": "train"}])
-    write_jsonl(tmp_path / "test.jsonl", [{"text": "test"}])
-    with pytest.raises(DataError, match=r"holds test\.jsonl beside other files\. Name a split"):
-        list(read_rows(str(tmp_path)))
+@pytest.mark.parametrize(
+    ("train", "held_out", "pattern"),
+    [
+        ("train.jsonl", "test.jsonl", ""),
+        ("gsm8k_train.jsonl", "gsm8k_test.jsonl", ""),
+        ("rows.jsonl", "test_set.jsonl", ""),
+        ("train-00000-of-00001.jsonl", "Validation-00000-of-00001.jsonl", ""),
+        ("train/a.jsonl", "test/a.jsonl", ""),
+        ("train.jsonl", "test.jsonl", "*.jsonl"),
+        ("train/a.jsonl", "dev/a.jsonl", "*/a.jsonl"),
+    ],
+)
+def test_files_to_test_on_must_not_be_read_as_one_heap_with_others(
+    train: str, held_out: str, pattern: str, tmp_path: Path
+) -> None:
+    write_jsonl(tmp_path / train, [{"text": "train"}])
+    write_jsonl(tmp_path / held_out, [{"text": "test"}])
+    with pytest.raises(DataError, match=rf"holds {held_out} beside other files\. Name "):
+        list(read_rows(str(tmp_path / pattern)))
+    assert columns(tmp_path / held_out) == [{"text": "test"}]
+
+
+def test_words_that_only_look_like_a_split_are_names_like_others(tmp_path: Path) -> None:
+    for name in (
+        "contest.jsonl",
+        "latest-values.jsonl",
+        "train/test_questions.jsonl",
+        "train/b.jsonl",
+    ):
+        write_jsonl(tmp_path / name, [{"text": name}])
+    assert len(columns(tmp_path)) == 4
 
 
 def test_a_split_of_a_folder_is_read_through_the_datasets_library(
