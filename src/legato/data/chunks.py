@@ -11,6 +11,7 @@ from legato.data.examples import Example
 from legato.data.formats import DatasetSpec, check_columns, convert_row, detect_format
 from legato.data.samples import DataReport, DatasetReport, Sample, Tally
 from legato.data.sources import BadRow, Row
+from legato.data.unread import unread_names
 from legato.errors import DataError
 
 # Tokenized in one batch: enough for the tokenizer's threads, and soon done.
@@ -50,6 +51,7 @@ class Chunk:
         samples: Usable samples, each with the number of its row.
         tally: What is worth saying about them.
         first_problem: What is wrong with the first bad row that was skipped.
+        unread: Columns and keys of turns that the format has no use for.
     """
 
     epoch: int
@@ -58,6 +60,7 @@ class Chunk:
     samples: Sequence[tuple[int, Sample]]
     tally: Tally
     first_problem: DataError | None
+    unread: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -103,13 +106,17 @@ class RowFormatter:
             problems.append(error)
             tally.add(BAD, sample_id)
 
-        numbers, examples = list[int](), list[Example]()
+        numbers, examples, unread = list[int](), list[Example](), set[str]()
         for number, row in enumerate(chunk.rows, start=chunk.first_row):
             try:
-                examples.append(self._example(row))
-                numbers.append(number)
+                if isinstance(row, BadRow):
+                    raise DataError(f"{row.where}: {row.reason}", path=row.where)
+                examples.append(convert_row(row, self.type, self.mapping))
             except DataError as error:
                 bad(error, row.sample_id)
+            else:
+                numbers.append(number)
+                unread |= unread_names(row.columns, self.type, self.mapping)
         made = self.formatter.format(examples, tally=tally, on_bad=bad)
         fitted = [
             (number, fitting)
@@ -124,12 +131,8 @@ class RowFormatter:
             samples=fitted,
             tally=tally,
             first_problem=problems[0] if problems else None,
+            unread=frozenset(unread),
         )
-
-    def _example(self, row: Row | BadRow) -> Example:
-        if isinstance(row, BadRow):
-            raise DataError(f"{row.where}: {row.reason}", path=row.where)
-        return convert_row(row, self.type, self.mapping)
 
     def _within_limits(self, sample: Sample, tally: Tally) -> Sample | None:
         if len(sample.input_ids) > self.max_seq_len:
@@ -222,6 +225,7 @@ class Account:
         num_loss_tokens: Tokens that the model is trained to produce.
         tally: What is worth saying about samples.
         first_problem: What is wrong with the first bad row that was skipped.
+        unread: Columns and keys of turns that the format has no use for.
     """
 
     maker: RowFormatter
@@ -231,6 +235,7 @@ class Account:
     num_loss_tokens: int = 0
     tally: Tally = field(default_factory=Tally)
     first_problem: DataError | None = None
+    unread: set[str] = field(default_factory=set)
 
     def add(self, chunk: Chunk) -> None:
         """Count some rows."""
@@ -240,6 +245,7 @@ class Account:
         self.num_loss_tokens += sum(sample.num_loss_tokens for _, sample in chunk.samples)
         self.tally.merge(chunk.tally)
         self.first_problem = self.first_problem or chunk.first_problem
+        self.unread |= chunk.unread
 
     def refuse_nothing_left(self) -> None:
         """Raise :class:`DataError` if no sample was kept."""
@@ -280,6 +286,7 @@ class Account:
             num_loss_tokens=self.num_loss_tokens,
             counts=dict(self.tally.counts),
             examples={sentence: list(ids) for sentence, ids in self.tally.examples.items()},
+            unread=sorted(self.unread),
         )
 
     def as_report(self) -> DataReport:

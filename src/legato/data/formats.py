@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -68,6 +68,14 @@ CALL_ROLES = ("function_call", "tool_call")
 # Names by which turns say more of themselves, in messages and in sharegpt rows alike.
 WEIGHTS = ("weight", "loss_weight")
 REASONING = ("reasoning_content", "reasoning", "thinking")
+# What other tools read of a turn, and what says the same here: silence would train something else.
+OTHERS_KEYS = {
+    "train": "weight: 0 or 1 says whether a turn is trained",
+    "train_detail": "a segments row says which part of a text is trained",
+    "function_call": "tool_calls holds the calls of a turn",
+}
+TURN_KEYS = ("role", "content", "tool_calls", "tool_call_id", *WEIGHTS, *REASONING)
+SHAREGPT_KEYS = ("from", "value", *WEIGHTS, *REASONING)
 
 
 def detect_format(columns: Mapping[str, Any], *, where: str) -> tuple[str, dict[str, str]]:
@@ -218,7 +226,7 @@ def _check_encodable(text: str) -> None:
 
 def _alpaca(values: Mapping[str, Any]) -> tuple[Message, ...]:
     parts = [_text(values["instruction"], "instruction"), _text(values.get("input") or "", "input")]
-    messages = _system(values)
+    messages = []
     for number, pair in enumerate(values.get("history") or [], start=1):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise ValueError(f"history: entry {number} isn't a pair [instruction, answer]")
@@ -226,11 +234,11 @@ def _alpaca(values: Mapping[str, Any]) -> tuple[Message, ...]:
         messages.append(Message("assistant", _text(pair[1], "history")))
     messages.append(Message("user", "\n\n".join(part for part in parts if part)))
     messages.append(Message("assistant", _text(values["output"], "output")))
-    return tuple(messages)
+    return _opened(values, messages)
 
 
 def _prompt_completion(values: Mapping[str, Any]) -> tuple[Message, ...]:
-    messages = _system(values)
+    messages = []
     prompt, completion = values["prompt"], values["completion"]
     if _is_turns(prompt):
         given = (_message(turn, number) for number, turn in enumerate(prompt, start=1))
@@ -241,7 +249,7 @@ def _prompt_completion(values: Mapping[str, Any]) -> tuple[Message, ...]:
         messages += [_message(m, number) for number, m in enumerate(completion, start=1)]
     else:
         messages.append(Message("assistant", _text(completion, "completion", as_json=True)))
-    return tuple(messages)
+    return _opened(values, messages)
 
 
 def _is_turns(value: object) -> bool:
@@ -256,7 +264,8 @@ def _messages(values: Mapping[str, Any]) -> tuple[Message, ...]:
     turns = values["messages"]
     if not isinstance(turns, list) or not turns:
         raise ValueError("messages: expected a list of at least one message")
-    return tuple(_message(turn, number) for number, turn in enumerate(turns, start=1))
+    made = [_message(turn, number) for number, turn in enumerate(turns, start=1)]
+    return _opened(values, made)
 
 
 def _message(turn: object, number: int) -> Message:
@@ -268,6 +277,7 @@ def _message(turn: object, number: int) -> Message:
     role = turn.get("role")
     if role not in ROLES:
         raise ValueError(f"{where}: unknown role {role!r}. Known: {', '.join(ROLES)}")
+    _refuse_others_keys(turn, OTHERS_KEYS, where)
     content = turn.get("content")
     calls = read_calls(turn["tool_calls"], where) if turn.get("tool_calls") else ()
     if calls and role != "assistant":
@@ -311,10 +321,12 @@ def _sharegpt(values: Mapping[str, Any]) -> tuple[Message, ...]:
     turns = values["conversations"]
     if not isinstance(turns, list) or not turns:
         raise ValueError("conversations: expected a list of at least one turn")
-    messages = _system(values)
+    messages = []
     for number, turn in enumerate(turns, start=1):
         if not isinstance(turn, dict) or "from" not in turn:
             raise ValueError(f"conversations: turn {number} isn't an object with from and value")
+        calls = {"tool_calls": "a turn from function_call holds the calls"}
+        _refuse_others_keys(turn, OTHERS_KEYS | calls, f"conversations: turn {number}")
         sender = turn["from"]
         message = {key: turn[key] for key in (*WEIGHTS, *REASONING) if key in turn}
         if sender in CALL_ROLES:
@@ -329,7 +341,7 @@ def _sharegpt(values: Mapping[str, Any]) -> tuple[Message, ...]:
                 f"{', '.join([*SHAREGPT_ROLES, *CALL_ROLES])}"
             )
         messages.append(_message(message, number))
-    return tuple(messages)
+    return _opened(values, messages)
 
 
 def _segments(values: Mapping[str, Any]) -> tuple[Segment, ...]:
@@ -345,8 +357,19 @@ def _segments(values: Mapping[str, Any]) -> tuple[Segment, ...]:
     return tuple(made)
 
 
-def _system(values: Mapping[str, Any]) -> list[Message]:
-    return [Message("system", _text(values["system"], "system"))] if values.get("system") else []
+def _opened(values: Mapping[str, Any], messages: Sequence[Message]) -> tuple[Message, ...]:
+    """The conversation behind the system message that the row's own column holds, if it does."""
+    if not values.get("system"):
+        return tuple(messages)
+    if any(message.role == "system" for message in messages):
+        raise ValueError("a system column beside a message of system; give one")
+    return (Message("system", _text(values["system"], "system")), *messages)
+
+
+def _refuse_others_keys(turn: Mapping[str, Any], others: Mapping[str, str], where: str) -> None:
+    for key, remedy in others.items():
+        if turn.get(key) not in (None, "", [], {}):
+            raise ValueError(f"{where}: {key} isn't read; {remedy}")
 
 
 def _text(value: object, what: str, *, as_json: bool = False) -> str:
@@ -366,7 +389,7 @@ def _listed(columns: Mapping[str, Any]) -> str:
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {
         "alpaca": Format(("instruction", "output"), ("input", "system", "history"), _alpaca),
-        "messages": Format(("messages",), ("tools",), _messages),
+        "messages": Format(("messages",), ("system", "tools"), _messages),
         "sharegpt": Format(("conversations",), ("system", "tools"), _sharegpt),
         "prompt_completion": Format(("prompt", "completion"), ("system",), _prompt_completion),
         "segments": Format(("segments",), (), _segments),

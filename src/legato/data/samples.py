@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -81,6 +81,7 @@ class DatasetReport:
         num_loss_tokens: Tokens that the model is trained to produce.
         counts: Sentence -> how many samples it is true of: what was dropped, cut, split, skipped.
         examples: Sentence -> ids of the first few.
+        unread: Columns that its format has no use for, and keys of turns as ``messages[].name``.
         digest: Of its samples, as :func:`samples_digest` has it; None: of a stream, whose samples
             nobody has seen to their end.
     """
@@ -94,6 +95,7 @@ class DatasetReport:
     num_loss_tokens: int
     counts: dict[str, int]
     examples: dict[str, list[str]]
+    unread: list[str] = field(default_factory=list)
     digest: str | None = None
 
     def lines(self) -> list[str]:
@@ -109,6 +111,8 @@ class DatasetReport:
             named = self.examples[sentence]
             more = ", ..." if count > len(named) else ""
             lines.append(f"{self.path}: {sentence}: {count:,} ({', '.join(named)}{more})")
+        if self.unread:
+            lines.append(f"{self.path}: columns not read: {', '.join(self.unread)}")
         return lines
 
 

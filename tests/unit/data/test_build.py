@@ -61,6 +61,19 @@ def test_the_report_says_what_became_of_the_rows(tmp_path: Path) -> None:
     ]
 
 
+def test_columns_and_keys_of_turns_that_nobody_reads_are_named_once(tmp_path: Path) -> None:
+    turn = {"role": "user", "content": "Hi", "name": "Ann"}
+    rows = [
+        {"messages": [turn, {"role": "assistant", "content": "Ho", "weight": 1}], "id": 1},
+        {"messages": [turn, {"role": "assistant", "content": "Ha", "refusal": None}], "tools": []},
+    ]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    report = build(str(path)).report
+    assert report.lines()[1:] == [f"{path}: columns not read: id, messages[].name"]
+    assert report.datasets[0].unread == ["id", "messages[].name"]
+
+
 def test_a_long_sample_is_dropped_cut_or_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ("Hi", "Ho"), ("Hi", "x" * 90))
     assert build(path, max_seq_len=60).lengths.tolist() == [24]

@@ -45,6 +45,11 @@ def convert(kind: str, columns: dict[str, Any], **mapping: str) -> list[tuple[An
             [("user", "Hi you")],
         ),
         (
+            "messages",
+            {"system": "Be brief.", "messages": [{"role": "user", "content": "Hi", "train": None}]},
+            [("system", "Be brief."), ("user", "Hi")],
+        ),
+        (
             "sharegpt",
             {
                 "conversations": [
@@ -242,6 +247,31 @@ def test_a_prompt_of_messages_is_not_trained_even_where_it_holds_answers() -> No
             "message 1: the id of a tool call is 7; expected text",
         ),
         ("text", {"text": 3}, "text is of type int; expected text"),
+        (
+            "messages",
+            {"messages": [{"role": "system", "content": "a"}], "system": "b"},
+            "a system column beside a message of system; give one",
+        ),
+        (
+            "sharegpt",
+            {"conversations": [{"from": "system", "value": "a"}], "system": "b"},
+            "a system column beside a message of system; give one",
+        ),
+        (
+            "messages",
+            {"messages": [{"role": "assistant", "content": "a", "train": False}]},
+            "message 1: train isn't read; weight: 0 or 1 says whether a turn is trained",
+        ),
+        (
+            "messages",
+            {"messages": [{"role": "assistant", "content": "a", "function_call": {"name": "f"}}]},
+            "message 1: function_call isn't read; tool_calls holds the calls of a turn",
+        ),
+        (
+            "sharegpt",
+            {"conversations": [{"from": "gpt", "value": "a", "tool_calls": [{"name": "f"}]}]},
+            "turn 1: tool_calls isn't read; a turn from function_call holds the calls",
+        ),
         ("text", {"text": "ab\ud83d"}, "half of a surrogate pair ('\\ud83d') at position 3"),
     ],
 )
