@@ -52,6 +52,7 @@ class Chunk:
         tally: What is worth saying about them.
         first_problem: What is wrong with the first bad row that was skipped.
         unread: Columns and keys of turns that the format has no use for.
+        num_stopped: Samples that train a stop token.
     """
 
     epoch: int
@@ -61,6 +62,7 @@ class Chunk:
     tally: Tally
     first_problem: DataError | None
     unread: frozenset[str]
+    num_stopped: int
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,12 @@ class RowFormatter:
             tally=tally,
             first_problem=problems[0] if problems else None,
             unread=frozenset(unread),
+            num_stopped=sum(self._trains_stop(sample) for _, sample in fitted),
         )
+
+    def _trains_stop(self, sample: Sample) -> bool:
+        trained = sample.input_ids[sample.trained].tolist()
+        return not self.formatter.stop_ids.isdisjoint(trained)
 
     def _within_limits(self, sample: Sample, tally: Tally) -> Sample | None:
         if len(sample.input_ids) > self.max_seq_len:
@@ -226,6 +233,7 @@ class Account:
         tally: What is worth saying about samples.
         first_problem: What is wrong with the first bad row that was skipped.
         unread: Columns and keys of turns that the format has no use for.
+        num_stopped: Samples that train a stop token.
     """
 
     maker: RowFormatter
@@ -236,6 +244,7 @@ class Account:
     tally: Tally = field(default_factory=Tally)
     first_problem: DataError | None = None
     unread: set[str] = field(default_factory=set)
+    num_stopped: int = 0
 
     def add(self, chunk: Chunk) -> None:
         """Count some rows."""
@@ -246,6 +255,7 @@ class Account:
         self.tally.merge(chunk.tally)
         self.first_problem = self.first_problem or chunk.first_problem
         self.unread |= chunk.unread
+        self.num_stopped += chunk.num_stopped
 
     def refuse_nothing_left(self) -> None:
         """Raise :class:`DataError` if no sample was kept."""
@@ -264,15 +274,28 @@ class Account:
         )
 
     def warnings(self) -> list[str]:
-        """What must not go unseen: a good part of the data that isn't trained on."""
+        """What must not go unseen: much of the data not trained on, or no end of an answer."""
+        path, limit = self.maker.spec.path, self.maker.max_seq_len
         counts = self.tally.counts
         before = self.num_samples + counts.get(UNTRAINED, 0) + counts.get(TOO_LONG, 0)
-        return [
-            f"warning: {self.maker.spec.path}: {counts[sentence]:,} of {before:,} samples "
-            f"{sentence}; max_seq_len is {self.maker.max_seq_len}"
-            for sentence in (UNTRAINED, TOO_LONG)
+        warnings = [
+            f"warning: {path}: {counts[sentence]:,} of {before:,} samples {sentence}; "
+            f"max_seq_len is {limit}"
+            for sentence in (UNTRAINED, TOO_LONG, TRUNCATED)
             if counts.get(sentence, 0) > LOST_SHARE_WARNED * before
         ]
+        if counts.get(BAD, 0) > LOST_SHARE_WARNED * self.num_rows:
+            warnings.append(
+                f"warning: {path}: {counts[BAD]:,} of {self.num_rows:,} rows are {BAD}. The first: "
+                f"{self.first_problem}"
+            )
+        if self.num_samples and not self.num_stopped:
+            cut = f"; max_seq_len is {limit}" if TRUNCATED in counts else ""
+            warnings.append(
+                f"warning: {path}: NO STOP TOKEN is trained in any of {self.num_samples:,} "
+                f"samples, so that a model learns no end of an answer from them{cut}"
+            )
+        return warnings
 
     def report(self) -> DatasetReport:
         """The account of this data set."""

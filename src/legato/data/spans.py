@@ -91,18 +91,35 @@ def plan_texts(
             _around(messages, i, render)
     spans: list[Span] = []
     alone: list[PlannedText] = []
+    last_answer = 0
     for i in trained:
         if messages[i].role != "assistant":
             spans.append(_given_span(joint, messages, i, render))
             continue
+        last_answer = i
         found = _answer_span(joint, messages, i, render)
         if isinstance(found, Span):
             spans.append(found)
         else:
             alone.append(_text_of_turn(messages, i, render, found))
+    if last_answer:
+        _refuse_unwritten(messages[:last_answer], render)
     if spans or not alone:
         alone.insert(0, PlannedText(joint, tuple(spans)))
     return alone
+
+
+def _refuse_unwritten(messages: Sequence[Message], render: Render) -> None:
+    """What is given must be in the prompt, wherever the template writes it: one render for all."""
+    given = {i: f"{PROBES[0]}{i}x" for i, m in enumerate(messages) if m.role in ("system", "user")}
+    probed = [_saying(m, given[i]) if i in given else m for i, m in enumerate(messages)]
+    text = render(probed, True)
+    for i, probe in given.items():
+        if probe not in text:
+            raise TemplateProblem(
+                f"the template leaves out message {i + 1} ({messages[i].role}). Remove it from the "
+                "row, or choose another chat_template"
+            )
 
 
 def plan_segments(segments: Sequence[Segment]) -> PlannedText:

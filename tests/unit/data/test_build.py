@@ -80,8 +80,20 @@ def test_a_long_sample_is_dropped_cut_or_refused(tmp_path: Path) -> None:
     cut = build(path, max_seq_len=60, excess_length="truncate")
     assert cut.lengths.tolist() == [24, 60]
     assert cut.report.datasets[0].counts == {"longer than max_seq_len, cut": 1}
+    assert cut.report.warnings == (
+        f"warning: {path}: 1 of 2 samples longer than max_seq_len, cut; max_seq_len is 60",
+    )
     with pytest.raises(DataError, match=r"a\.jsonl:2 has 112 tokens, max_seq_len is 60\. Raise it"):
         build(path, max_seq_len=60, excess_length="error")
+
+
+def test_cutting_every_stop_token_off_is_warned_of(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", ("Hi", "x" * 90), ("Hi", "y" * 90))
+    assert build(path, max_seq_len=60, excess_length="truncate").report.warnings == (
+        f"warning: {path}: 2 of 2 samples longer than max_seq_len, cut; max_seq_len is 60",
+        f"warning: {path}: NO STOP TOKEN is trained in any of 2 samples, so that a model learns no "
+        "end of an answer from them; max_seq_len is 60",
+    )
 
 
 def test_a_prompt_that_fills_the_row_leaves_nothing_to_train_and_is_dropped(tmp_path: Path) -> None:
@@ -91,6 +103,7 @@ def test_a_prompt_that_fills_the_row_leaves_nothing_to_train_and_is_dropped(tmp_
     assert data.report.datasets[0].counts["without a trained token, dropped"] == 1
     assert data.report.warnings == (
         f"warning: {path}: 1 of 3 samples without a trained token, dropped; max_seq_len is 60",
+        f"warning: {path}: 1 of 3 samples longer than max_seq_len, cut; max_seq_len is 60",
     )
 
 
@@ -169,6 +182,9 @@ def test_a_broken_line_is_an_error_with_its_place_or_skipped(tmp_path: Path) -> 
     assert data.rows.tolist() == [0, 3]
     assert data.report.datasets[0].counts == {"bad rows, skipped": 2}
     assert data.report.datasets[0].examples == {"bad rows, skipped": ["a.jsonl:2", "a.jsonl:3"]}
+    (warning,) = data.report.warnings
+    assert warning.startswith(f"warning: {path}: 2 of 4 rows are bad rows, skipped. The first: ")
+    assert ":2: isn't valid JSON" in warning
 
 
 def test_rows_that_are_all_bad_are_an_error_that_shows_the_first(tmp_path: Path) -> None:

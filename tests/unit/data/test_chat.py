@@ -251,6 +251,26 @@ def test_a_template_from_which_the_answer_cannot_be_told_is_an_error(
 
 
 @pytest.mark.parametrize(
+    ("left_out", "message"),
+    [
+        ("m.role == 'system'", r"leaves out message 1 \(system\)"),
+        ("m.role == 'user' and loop.index0 == 1", r"leaves out message 2 \(user\)"),
+    ],
+)
+def test_a_given_turn_that_the_template_leaves_out_is_an_error(left_out: str, message: str) -> None:
+    tokenizer = tiny.build_tokenizer(
+        f"{{% for m in messages %}}{{% if not ({left_out}) %}}"
+        "{{ m.role }}: {{ m.content }}{{ eos_token if m.role == 'assistant' }}\n"
+        "{% endif %}{% endfor %}{{ 'assistant: ' if add_generation_prompt }}"
+    )
+    # "Hi" stands in other turns as well: that the text holds the words doesn't say enough.
+    messages = [Message("system", "Hi"), Message("user", "Hi"), Message("assistant", "Hi")]
+    messages += [Message("user", "Hi, hi."), Message("assistant", "Hi.")]
+    with pytest.raises(DataError, match=message):
+        ChatFormatter(tokenizer).format([example(*messages)])
+
+
+@pytest.mark.parametrize(
     ("template", "message"),
     [
         ("{% for i in range(10 ** 9) %}{% endfor %}", "OverflowError: Range too big"),
