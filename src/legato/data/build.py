@@ -19,7 +19,7 @@ from legato.data.samples import (
     TokenizedData,
     samples_digest,
 )
-from legato.data.sources import read_rows
+from legato.data.sources import local_places, read_rows
 from legato.data.workers import map_ahead
 from legato.errors import ConfigError
 
@@ -57,8 +57,10 @@ def build_data(
     reports: list[DatasetReport] = []
     warnings: list[str] = []
     rows_before = 0
+    places = [place for spec in specs for place in local_places(spec.path, split=spec.split)]
     for number, spec in enumerate(specs):
-        name, mapping, rows = settle_type(spec, read_rows(spec.path, split=spec.split))
+        read = read_rows(spec.path, split=spec.split, beside=places)
+        name, mapping, rows = settle_type(spec, read)
         maker = RowFormatter(spec, name, mapping, formatter, max_seq_len, excess_length, on_bad_row)
         account = Account(maker)
         chunks = map_ahead(

@@ -9,7 +9,8 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Generator
+from collections import Counter
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ __all__ = [
     "BadRow",
     "Row",
     "local_files",
+    "local_places",
     "read_rows",
 ]
 
@@ -31,7 +33,12 @@ _NAMED_AT_MOST = 3
 
 
 def read_rows(
-    path: str, *, split: str | None = None, skip: int = 0, streaming: bool = False
+    path: str,
+    *,
+    split: str | None = None,
+    skip: int = 0,
+    streaming: bool = False,
+    beside: Sequence[Path] = (),
 ) -> Generator[Row | BadRow, None, None]:
     """Every row of ``path``, in a fixed order.
 
@@ -42,6 +49,7 @@ def read_rows(
         skip: Rows to leave out at the beginning. Tables are entered there at once, lines are read
             past without being parsed.
         streaming: Take a hub data set row by row, instead of fetching all of it first.
+        beside: Places of other data sets, from whose rows these are told by their ids.
 
     Returns:
         Rows in the order of sorted file names; rows that can't be read among them.
@@ -52,7 +60,8 @@ def read_rows(
     place = os.path.expanduser(path)
     past = Skip(skip, path=path)
     if os.path.isdir(place) and split is not None:
-        hub = HubSource(place, Path(place).name, None, split, streaming)
+        name = _short_names([Path(place), *beside])[Path(place)]
+        hub = HubSource(place, _with_split(name, split), None, split, streaming)
         return _read_hub(hub, past)
     if os.path.isfile(place) or os.path.isdir(place) or glob.has_magic(place):
         if split is not None:
@@ -60,10 +69,11 @@ def read_rows(
                 f"{path}: split {split!r} is for data sets on the hub and for folders. Remove it.",
                 path=path,
             )
-        return _read_files(_find_files(place), past)
+        return _read_files(_find_files(place), past, beside)
     if HUB_NAME.fullmatch(path) and not path.endswith(FILE_KINDS + COMPRESSIONS):
         name, _, subset = path.partition(":")
-        hub = HubSource(name, name, subset or None, split or "train", streaming)
+        known_as = _with_split(path, split)
+        hub = HubSource(name, known_as, subset or None, split or "train", streaming)
         return _read_hub(hub, past)
     raise DataError(
         f"{path}: no such file or folder (looked in {os.getcwd()}), and not a hub name either",
@@ -77,6 +87,28 @@ def local_files(path: str, *, split: str | None = None) -> list[Path] | None:
     if split is not None or not (os.path.exists(place) or glob.has_magic(place)):
         return None
     return _find_files(place)
+
+
+def local_places(path: str, *, split: str | None = None) -> list[Path]:
+    """What a data set's rows are named by on this machine: its files, or a folder with splits."""
+    place = os.path.expanduser(path)
+    if split is not None:
+        return [Path(place)] if os.path.isdir(place) else []
+    return local_files(path) or []
+
+
+def _with_split(name: str, split: str | None) -> str:
+    return name if split in (None, "train") else f"{name}[{split}]"
+
+
+def _short_names(places: Sequence[Path]) -> dict[Path, str]:
+    """Each place's name, with as many of the folders above it as tell it from the others."""
+    parts = {place: Path(os.path.abspath(place)).parts for place in places}
+    ends = Counter(p[-n:] for p in set(parts.values()) for n in range(1, len(p) + 1))
+    return {
+        place: str(Path(*next(p[-n:] for n in range(1, len(p) + 1) if ends[p[-n:]] == 1)))
+        for place, p in parts.items()
+    }
 
 
 def _find_files(place: str) -> list[Path]:
@@ -125,10 +157,12 @@ def _is_held_out(name: Path) -> bool:
     return False
 
 
-def _read_files(files: list[Path], past: Skip) -> Generator[Row | BadRow, None, None]:
-    names = [file.name for file in files]
+def _read_files(
+    files: list[Path], past: Skip, beside: Sequence[Path]
+) -> Generator[Row | BadRow, None, None]:
+    names = _short_names([*files, *beside])
     for file in files:
-        name = file.name if names.count(file.name) == 1 else str(file)
+        name = names[file]
         for row in read_file(file, name, past):
             if past.left:
                 past.take()

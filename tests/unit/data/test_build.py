@@ -122,6 +122,23 @@ def test_data_sets_are_read_in_order_and_their_rows_told_apart(tmp_path: Path) -
     assert [r.detected for r in data.report.datasets] == [True, False]
 
 
+def test_rows_of_two_data_sets_never_share_an_id(tmp_path: Path) -> None:
+    for folder in ("a/x", "b/x", "c"):
+        (tmp_path / folder).mkdir(parents=True)
+    names = ("a/x/train.jsonl", "b/x/train.jsonl", "c/train.jsonl", "c/other.jsonl")
+    specs = [DatasetSpec(write(tmp_path / name, ("Hi", "Ho"))) for name in names]
+    formatter = ChatFormatter(tiny.build_tokenizer())
+    data = build_data(specs, formatter=formatter, max_seq_len=512)
+    assert [data.sample_id(i) for i in range(len(data))] == [
+        "a/x/train.jsonl:1",
+        "b/x/train.jsonl:1",
+        "c/train.jsonl:1",
+        "other.jsonl:1",
+    ]
+    again = build_data([specs[0], specs[0]], formatter=formatter, max_seq_len=512)
+    assert [again.sample_id(i) for i in (0, 1)] == ["train.jsonl:1"] * 2  # one row, read twice
+
+
 def test_a_data_set_is_told_from_others_by_its_tokens_mask_and_order(tmp_path: Path) -> None:
     rows = [("Hi", "Ho"), ("Hi", "Hello")]
     first, second = write(tmp_path / "a.jsonl", *rows), write(tmp_path / "b.jsonl", rows[0])

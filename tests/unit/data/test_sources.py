@@ -120,7 +120,7 @@ def test_a_glob_and_a_folder_are_read_in_the_order_of_their_names(tmp_path: Path
 def test_files_of_one_name_are_told_apart_by_their_folder(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "x" / "a.jsonl", ROWS[:1])
     write_jsonl(tmp_path / "y" / "a.jsonl", ROWS[:1])
-    assert ids(tmp_path) == [f"{tmp_path}/x/a.jsonl:1", f"{tmp_path}/y/a.jsonl:1"]
+    assert ids(tmp_path) == ["x/a.jsonl:1", "y/a.jsonl:1"]
 
 
 @pytest.mark.parametrize(
@@ -290,14 +290,14 @@ def test_a_name_on_the_hub_a_subset_and_a_split_are_loaded_from_it(tmp_path: Pat
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     expected = [
-        ("owner/name (train)", "main train"),
-        ("owner/name (test)", "main test"),
-        ("owner/name (train)", "other train"),
-        ("owner/name (train)", "other train"),
+        ("owner/name", "owner/name (train)", "main train"),
+        ("owner/name:main[test]", "owner/name (test)", "main test"),
+        ("owner/name:other", "owner/name (train)", "other train"),
+        ("owner/name:other", "owner/name (train)", "other train"),
     ]
     assert found == [
-        [[f"owner/name:{i}", f"{place}: row {i}", {"q": f"{text} {i - 1}"}] for i in (2, 3)]
-        for place, text in expected
+        [[f"{name}:{i}", f"{place}: row {i}", {"q": f"{text} {i - 1}"}] for i in (2, 3)]
+        for name, place, text in expected
     ]
 
 
