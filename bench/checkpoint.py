@@ -47,7 +47,7 @@ from workers import installed_version, rotated
 Figures = dict[str, dict[str, Any]]
 RSS_SAVES = 50
 # What a rank may take beside its shards and their copy, whatever their size: words, threads, gloo.
-CONSTANT_BYTES = 8_000_000
+CONSTANT_BYTES = 16_000_000
 
 
 def main() -> None:
