@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 from itertools import chain
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from legato.data import Batch
+from legato.recipes import runs
 from legato.train.step import train_step
 from tests.helpers.runs import (
     RECIPES,
@@ -20,7 +22,7 @@ from tests.helpers.runs import (
     steps_in,
     write_config,
 )
-from tests.helpers.tiny import write_model
+from tests.helpers.tiny import CHATML, write_model
 
 TOTAL_STEPS = 8  # epochs of 3 steps: 1-3, 4-6, 7-9
 
@@ -76,6 +78,47 @@ def test_a_stopped_and_resumed_run_is_the_undisturbed_one_bit_for_bit(
         counters.append({key: stored[key] for key in ("step", "rows_seen", "tokens_seen")})
     assert counters[0] == counters[1]
     assert counters[0]["rows_seen"] == 10 + 10 + 8
+
+
+class FirstDay(dt.date):
+    """A calendar that stands still."""
+
+    @classmethod
+    def today(cls) -> dt.date:
+        return dt.date(2026, 1, 31)
+
+
+class NextDay(dt.date):
+    """The same, a day on."""
+
+    @classmethod
+    def today(cls) -> dt.date:
+        return dt.date(2026, 2, 1)
+
+
+def test_a_run_that_goes_on_the_next_day_trains_on_the_date_of_its_first_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dated = "{{ strftime_now('%d %B %Y') }}\n" + CHATML
+    model = write_model(tmp_path / "model", chat_template=dated)
+    config = write_config(tmp_path, model=model, recipe=RECIPES[1], epochs=1)
+
+    def run(folder: str, *changes: str) -> Path:
+        out = tmp_path / folder
+        assert legato("run", "--config", config, f"output_dir={out}", *changes) == 0
+        return out
+
+    monkeypatch.setattr(runs, "date", FirstDay)
+    whole = run("whole")
+    run("resumed", "stop_after_step=1")
+    monkeypatch.setattr(runs, "date", NextDay)
+    resumed, later = run("resumed"), run("later")
+    assert_same_tensors(resumed / "step_3", whole / "step_3")
+    assert losses(resumed) == losses(whole)
+    for out, day in ((whole, "2026-01-31"), (resumed, "2026-01-31"), (later, "2026-02-01")):
+        stored = json.loads((out / "step_3/state/trainer.json").read_text())
+        assert stored["parts"]["trainer"]["facts"]["start_date"] == day
+    assert losses(later) != losses(whole)  # the date is in what is trained on
 
 
 @pytest.mark.parametrize("background", [True, False])
