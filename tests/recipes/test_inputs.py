@@ -186,6 +186,7 @@ def test_the_same_things_by_another_path_go_on_and_are_recorded_there(
     assert legato(*run, *elsewhere) == 0
     said = capsys.readouterr().err
     assert "changed since" not in said
+    assert "evaluation: ./held_out.jsonl: prompt_completion (detected from its columns), 3" in said
     assert sorted(line for line in said.splitlines() if line.endswith("the same contents")) == [
         "chat_template: was auto, now mine.jinja: the same contents",
         f"datasets.0.path: was {data}, now rows.jsonl: the same contents",

@@ -77,7 +77,7 @@ def _facts(
     from legato.data.show import decode_runs
 
     reports = samples.train.report
-    held_out = samples.held_out.report.datasets if samples.held_out is not None else ()
+    held_out = samples.held_out.report if samples.held_out is not None else reports
     return {
         **asdict(overview),
         "first_block_only": streaming,
@@ -85,7 +85,9 @@ def _facts(
         "notes": list(reports.notes),
         "warnings": list(reports.warnings),
         "datasets": [asdict(report) for report in reports.datasets],
-        "eval_datasets": [asdict(r) for r in held_out if r not in reports.datasets],
+        "eval_datasets": [asdict(r) for r in held_out.datasets if r not in reports.datasets],
+        "eval_notes": [note for note in held_out.notes if note not in reports.notes],
+        "eval_warnings": [each for each in held_out.warnings if each not in reports.warnings],
         "samples": [
             {
                 "sample_id": sample.sample_id,
@@ -122,6 +124,8 @@ def _print(
     for line in samples.train.report.lines():
         console.print(line)
     if samples.held_out is not None:
+        for line in samples.held_out.report.lines_beyond(samples.train.report):
+            console.print(f"evaluation: {line}")
         console.print(f"evaluation: {overview.num_held_out:,} samples")
     for line in (
         *_repeat_lines("duplicates", overview.duplicates, "are equal to an earlier one"),

@@ -138,6 +138,11 @@ class DataReport:
             *self.warnings,
         ]
 
+    def lines_beyond(self, other: DataReport) -> list[str]:
+        """Those lines that ``other`` doesn't have: rows held out of the same data have none."""
+        said = set(other.lines())
+        return [line for line in self.lines() if line not in said]
+
 
 class Rows(Protocol):
     """What a loader deals: rows of one sample each, or of several."""

@@ -116,6 +116,9 @@ def introduce(facts: StartFacts, data: RunData) -> None:
     """Say what is about to be trained, and show one row as the model will see it."""
     for line in data.train.report.lines():
         logger.info("%s", line)
+    if data.held_out is not None:
+        for line in data.held_out.report.lines_beyond(data.train.report):
+            logger.info("evaluation: %s", line)
     if data.eval_loader is not None:
         logger.info("evaluation: %d rows held out", data.eval_loader.rows_per_epoch)
     logger.info("%s", start_block(facts))

@@ -79,6 +79,28 @@ def test_json_has_the_same_facts(config: Path, capsys: pytest.CaptureFixture[str
     ]
 
 
+def test_data_to_evaluate_on_is_accounted_for_like_data_to_train_on(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held_out = config.with_name("held_out.jsonl")
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in ROWS[1:]))
+    words = ["data", "show", str(config), f"eval_datasets=[{{path: {held_out}}}]"]
+    assert main(words) == 0
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("eval")]
+    warning = f"warning: {held_out}: 1 of 2 samples longer than max_seq_len, dropped; "
+    assert shown[:4] == [
+        f"evaluation: {held_out}: prompt_completion (detected from its columns), 2 rows, 1 "
+        "samples, 28 tokens, 25% of them trained",
+        f"evaluation: {held_out}: longer than max_seq_len, dropped: 1 (held_out.jsonl:2)",
+        f"evaluation: {warning}max_seq_len is 64",
+        "evaluation: 1 samples",
+    ]
+    assert main([*words, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["eval_warnings"] == [f"{warning}max_seq_len is 64"]
+    assert facts["eval_datasets"][0]["detected"]
+
+
 def test_json_says_whether_the_figures_are_of_a_streams_first_block(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
