@@ -172,9 +172,12 @@ class Saver:
             saved_at=self._clock(),
         )
         self._submit(job)
-        if not self._options.asynchronous or not snapshot.is_copy:
-            self._settle()
+        must_wait = not self._options.asynchronous or not snapshot.is_copy
+        if must_wait:
+            pending.wait()
         pending.times.blocked_seconds = pending.times.since_start()
+        if must_wait:  # its record takes the time over
+            self._settle()
         self._raise_if_asked()
         return pending
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from legato.checkpoint import Checkpointer, PendingSave, SaveRecord
 from legato.data.dealing import Batch, BatchSource, StepBatches
-from legato.errors import LegatoError, NonFiniteError, StopRequested
+from legato.errors import CheckpointWriteError, LegatoError, NonFiniteError, StopRequested
 from legato.parallel.reports import launch_folder
 from legato.parallel.world import World
 from legato.train.fetching import fetch_together
@@ -227,7 +227,8 @@ class Trainer:
                 them (``.weights_changed``): then the newest checkpoint is the last one.
             DataError: A stream came to a row that can't be used; the weights of the step before are
                 on disk.
-            CheckpointWriteError: The final checkpoint couldn't be written.
+            CheckpointWriteError: The final checkpoint couldn't be written, or, with
+                ``on_save_error: raise``, any.
         """
         self.model.module.train()
         metrics: dict[str, Any] = {}
@@ -259,6 +260,9 @@ class Trainer:
                 if not error.weights_changed:
                     # The check came before the update: the weights are those of the step before.
                     self._final_save({}, reason="error")
+                raise
+            except CheckpointWriteError:
+                self._report_saves()  # the failed one
                 raise
             self._final_save(metrics, reason="final" if stopped_by is None else "signal")
         if stopped_by is not None:
@@ -389,8 +393,8 @@ class Trainer:
 
     def _final_save(self, metrics: Mapping[str, Any], *, reason: str) -> None:
         """The checkpoint that every run ends with; the engine returns a committed one as it is."""
-        self._save(metrics, reason=reason)
         try:
+            self._save(metrics, reason=reason)
             self.checkpointer.drain()
         finally:
             self._report_saves()
