@@ -15,7 +15,14 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from legato.data.bounds import token_bounds, tokens_of
 from legato.data.examples import ROLES, Example, Message, with_call_ids
 from legato.data.samples import Indices, Mask, Sample, Tally
-from legato.data.spans import PlannedText, Span, TemplateProblem, plan_segments, plan_texts
+from legato.data.spans import (
+    PlannedText,
+    Span,
+    TemplateProblem,
+    plan_segments,
+    plan_texts,
+    refuse_unwritten_tools,
+)
 from legato.data.templates import opening_ids, resolve_template, stop_ids, told
 from legato.data.tools import as_json
 from legato.data.vocabulary import refuse_unknown
@@ -192,13 +199,8 @@ class ChatFormatter:
             trained = [i for i, m in enumerate(messages) if i in trained or m.is_trained is False]
         render = functools.partial(self._render, tools=example.tools)
         texts = plan_texts(messages, trained=trained, render=render)
-        for tool in example.tools:
-            name = tool["function"]["name"]
-            if not all(name in text.text for text in texts):
-                raise TemplateProblem(
-                    f"the row offers the tool {name}, and the template doesn't write it. Use a "
-                    "template that knows tools, as chat_template: chatml does"
-                )
+        if example.tools:
+            refuse_unwritten_tools(texts, messages, tools=example.tools, render=self._render)
         split = next((text.split for text in texts if text.split), None)
         if self._train_on_inputs and split:
             raise TemplateProblem(

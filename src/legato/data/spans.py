@@ -12,8 +12,10 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 from legato.data.examples import Message, Segment
+from legato.data.tools import with_name
 
 # Two strings that no text contains and no template changes; two, so that a template can't be fitted
 # to one.
@@ -66,6 +68,10 @@ class PlannedText:
     text: str
     spans: tuple[Span, ...]
     split: Split | None = None
+
+    def turns(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Those of a conversation that the text renders."""
+        return messages if self.split is None else messages[: self.spans[0].message + 1]
 
 
 def plan_texts(
@@ -122,6 +128,37 @@ def _refuse_unwritten(messages: Sequence[Message], render: Render) -> None:
             )
 
 
+def refuse_unwritten_tools(
+    texts: Sequence[PlannedText],
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[dict[str, Any]],
+    render: Callable[..., str],
+) -> None:
+    """Each tool that a row offers must be in every text, under whatever name it has.
+
+    Args:
+        texts: What :func:`plan_texts` made of the messages.
+        messages: The conversation.
+        tools: Those that it offers.
+        render: The chat template: (messages, add_generation_prompt, tools=tools) -> text.
+
+    Raises:
+        TemplateProblem: The template leaves one out.
+    """
+    # A tool's own name may stand in a call or in the user's words.
+    probes = [f"{PROBES[0]}{number}t" for number in range(len(tools))]
+    probed = [with_name(tool, probe) for tool, probe in zip(tools, probes, strict=True)]
+    for each in texts:
+        text = render(each.turns(messages), False, tools=probed)
+        for tool, probe in zip(tools, probes, strict=True):
+            if probe not in text:
+                raise TemplateProblem(
+                    f"the row offers the tool {tool['function']['name']}, and the template doesn't "
+                    "write it. Use a template that knows tools, as chat_template: chatml does"
+                )
+
+
 def plan_segments(segments: Sequence[Segment]) -> PlannedText:
     """The text that segments are, one after the other.
 
@@ -147,6 +184,8 @@ def _answer_span(text: str, messages: Sequence[Message], i: int, render: Render)
         return Split.PROMPT
     start, end = len(prompt), len(text) - len(after)
     if end < start or not text.endswith(after) or not _holds(text[start:end], messages[i]):
+        return Split.CONTENT
+    if _dropped_call(messages, i, render, (prompt, after)) is not None:
         return Split.CONTENT
     return Span(start, end, i)
 
@@ -200,6 +239,28 @@ def _holds(body: str, message: Message) -> bool:
     return True
 
 
+def _dropped_call(
+    messages: Sequence[Message], i: int, render: Render, around: tuple[str, str]
+) -> int | None:
+    """Number, from 0, of the first call that the answer doesn't hold whole; None: it holds all.
+
+    By probes: two calls of one tool share their name, and values may stand elsewhere in the text.
+    """
+    calls = messages[i].tool_calls
+    if not calls:
+        return None
+    probed, words = zip(
+        *(call.in_probes(f"{PROBES[0]}{number}c") for number, call in enumerate(calls)),
+        strict=True,
+    )
+    turn = replace(messages[i], tool_calls=probed)
+    text = render([*messages[:i], turn, *messages[i + 1 :]], False)
+    before, after = around
+    is_around = text.startswith(before) and text.endswith(after)
+    body = text[len(before) : len(text) - len(after)] if is_around else ""
+    return next((k for k, of in enumerate(words) if not all(word in body for word in of)), None)
+
+
 def _given_span(text: str, messages: Sequence[Message], i: int, render: Render) -> Span:
     """The content of a turn that the model reads; trained only where ``roles_to_train`` says so."""
     before, after = _around(messages, i, render)
@@ -224,14 +285,17 @@ def _text_of_turn(
     before, after = _around(head, i, render)
     rendered = text[len(before) : len(text) - len(after)]
     as_rendered = text.startswith(before) and text.endswith(after) and _holds(rendered, messages[i])
+    calls = messages[i].tool_calls
+    dropped = _dropped_call(head, i, render, (before, after))
+    if dropped is not None:
+        raise TemplateProblem(
+            f"message {i + 1} calls a tool, and the template doesn't write the call "
+            f"({calls[dropped].name}, {dropped + 1} of {len(calls)}) where the answer is. Use a "
+            "template that knows tools, as chat_template: chatml does"
+        )
     content = _after_opened_thought(prompt, messages[i].content)
     body = _lead(prompt, before, messages[:i]) + (rendered if as_rendered else content)
-    if messages[i].tool_calls and not _holds(body, messages[i]):
-        raise TemplateProblem(
-            f"message {i + 1} calls a tool, and the template doesn't write the call where the "
-            "answer is. Use a template that knows tools, as chat_template: chatml does"
-        )
-    if not _holds(body, messages[i]):
+    if not _holds(body, messages[i]) or (calls and not as_rendered):
         raise TemplateProblem(
             f"message {i + 1} has reasoning_content, and the template never writes it. "
             "Move it into the content, or use a template that knows it"

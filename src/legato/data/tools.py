@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -36,10 +36,38 @@ class ToolCall:
         yield self.name
         yield from self.arguments
 
+    def in_probes(self, prefix: str) -> tuple[ToolCall, list[str]]:
+        """The call with words of its own in the place of its name and of each value.
+
+        Args:
+            prefix: What the words begin with; no other text holds it.
+
+        Returns:
+            The call, its arguments' names and nesting kept; the words, each of which a template
+            that writes the call writes.
+        """
+        words = [f"{prefix}0x"]
+
+        def probed(value: object) -> object:
+            if isinstance(value, Mapping) and value:
+                return {name: probed(inner) for name, inner in value.items()}
+            if isinstance(value, list) and value:
+                return [probed(inner) for inner in value]
+            words.append(f"{prefix}{len(words)}x")
+            return words[-1]
+
+        arguments = {name: probed(value) for name, value in self.arguments.items()}
+        return replace(self, name=words[0], arguments=arguments), words
+
 
 def as_json(value: Mapping[str, Any]) -> str:
     """A schema or a call as text, every character as it stands, to look for some in it."""
     return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def with_name(tool: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A tool, as templates expect it, under another name."""
+    return {**tool, "function": {**tool["function"], "name": name}}
 
 
 def read_tools(value: object) -> tuple[dict[str, Any], ...]:

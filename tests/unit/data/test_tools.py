@@ -108,14 +108,52 @@ def test_words_beside_a_call_are_trained_with_it(tmp_path: Path) -> None:
     assert "[[I look.\n<tool_call>\n" in marked(sample)
 
 
+# Two calls of one tool in one turn, and the user's words hold the tool's name.
+TWO_CALLS: dict[str, Any] = {
+    "messages": [
+        {"role": "user", "content": "Ask weather about Oslo and Rome."},
+        {
+            "role": "assistant",
+            "tool_calls": [
+                {"name": "weather", "arguments": {"city": "Oslo"}},
+                {"name": "weather", "arguments": {"city": "Rome"}},
+            ],
+        },
+    ],
+    "tools": [TOOL],
+}
+ALL_CALLS = LLAMA_LIKE.replace(
+    "{% set f = m.tool_calls[0].function %}", "{% for c in m.tool_calls %}{% set f = c.function %}"
+).replace("{% else %}{{ m.content", "{% endfor %}{% else %}{{ m.content")
+
+
+def test_each_of_two_calls_in_one_turn_is_trained(tmp_path: Path) -> None:
+    (sample,) = samples_of(tmp_path, TWO_CALLS, chat_template=ALL_CALLS)
+    assert marked(sample).endswith(
+        '[[{"name": "weather", "parameters": {"city": "Oslo"}}'
+        '{"name": "weather", "parameters": {"city": "Rome"}}<|im_end|>]]'
+    )
+
+
 @pytest.mark.parametrize(
     ("template", "row", "message"),
     [
         (tiny.CHATML, ROW, "message 3 calls a tool, and the template doesn't write the call"),
+        (LLAMA_LIKE, TWO_CALLS, "doesn't write the call (weather, 2 of 2) where the answer is"),
+        (
+            ALL_CALLS.replace("{{ f.arguments | tojson }}", "{{ f.arguments | list | tojson }}"),
+            TWO_CALLS,
+            "doesn't write the call (weather, 1 of 2) where the answer is",
+        ),
         (
             tiny.CHATML,
             {"conversations": ROW["conversations"][1:2] + ROW["conversations"][4:]}
             | {"tools": ROW["tools"]},
+            "the row offers the tool weather, and the template doesn't write it",
+        ),
+        (
+            ALL_CALLS.replace("{% if tools %}", "{% if false %}"),
+            TWO_CALLS,
             "the row offers the tool weather, and the template doesn't write it",
         ),
         (
@@ -126,7 +164,7 @@ def test_words_beside_a_call_are_trained_with_it(tmp_path: Path) -> None:
             "the template leaves out message 4 (tool)",
         ),
     ],
-    ids=["call", "offer", "result"],
+    ids=["call", "second call", "values", "offer", "offer named in the row", "result"],
 )
 def test_a_template_that_does_not_know_tools_is_refused_with_the_row(
     tmp_path: Path, template: str, row: dict[str, Any], message: str
