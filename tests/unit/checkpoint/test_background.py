@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -34,3 +36,19 @@ def test_what_is_written_is_computed_by_one_thread_and_training_keeps_its_own() 
     later.join()
     assert found == [1, 2]
     assert torch.get_num_threads() == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a priority is the whole process's")
+def test_writing_steps_back_behind_training() -> None:
+    found: list[int] = []
+
+    def save() -> Committed:
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        raise OSError("no disk")
+
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    background = BackgroundThread()
+    background.submit(save, pending=PendingSave(step=1, reason="interval"))
+    background.stop()
+    assert found == [min(before + 10, 19)]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
