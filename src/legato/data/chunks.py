@@ -23,6 +23,7 @@ TOO_LONG = "longer than max_seq_len, dropped"
 TRUNCATED = "longer than max_seq_len, cut"
 UNTRAINED = "without a trained token, dropped"
 BAD = "bad rows, skipped"
+NULLS_LEFT_OUT = "rows of a table, nulls inside of their objects left out (tables fill them up so)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,8 @@ class RowFormatter:
                 bad(error, row.sample_id)
             else:
                 numbers.append(number)
+                if row.had_nulls:
+                    tally.add(NULLS_LEFT_OUT, row.sample_id)
                 unread |= unread_names(row.columns, self.type, self.mapping)
         made = self.formatter.format(examples, tally=tally, on_bad=bad)
         fitted = [

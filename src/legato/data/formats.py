@@ -75,6 +75,7 @@ OTHERS_KEYS = {
     "function_call": "tool_calls holds the calls of a turn",
 }
 TURN_KEYS = ("role", "content", "tool_calls", "tool_call_id", *WEIGHTS, *REASONING)
+SAID = frozenset(("content", "tool_calls"))  # a turn has one of them
 SHAREGPT_KEYS = ("from", "value", *WEIGHTS, *REASONING)
 
 
@@ -256,7 +257,7 @@ def _is_turns(value: object) -> bool:
     return (
         isinstance(value, list)
         and bool(value)
-        and all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in value)
+        and all(isinstance(each, dict) and "role" in each and each.keys() & SAID for each in value)
     )
 
 

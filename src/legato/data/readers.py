@@ -270,7 +270,7 @@ def _read_arrow(file: Path, name: str, past: Skip) -> Iterator[Row | BadRow]:
             number = number or before - past.left  # not from 1 where batches were passed over
             for value in batch.to_pylist():
                 number += 1
-                yield Row(f"{name}:{number}", f"{file}: row {number}", value)
+                yield Row.of_table(f"{name}:{number}", f"{file}: row {number}", value)
     except (pa.ArrowException, OSError) as error:
         raise DataError(
             f"{file}: can't be read as {kind_of(file)}: {error}", path=str(file)

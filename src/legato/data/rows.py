@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +19,39 @@ class Row:
         sample_id: ``orders.jsonl:17``.
         where: The same with the whole path, for messages.
         columns: The row's values by column name.
+        had_nulls: A table's nulls inside of objects were left out of them.
     """
 
     sample_id: str
     where: str
     columns: dict[str, Any]
+    had_nulls: bool = False
+
+    @classmethod
+    def of_table(cls, sample_id: str, where: str, columns: Mapping[str, Any]) -> Row:
+        """A row of a table, its objects without null members.
+
+        Arrow gives every object of a column the members of all of them, null where it has none.
+
+        Args:
+            sample_id: The row's.
+            where: The same with the whole path.
+            columns: Its values as the table has them.
+
+        Returns:
+            The row; columns that are null themselves stay.
+        """
+        found = dict(columns)
+        kept = {name: _without_nulls(value) for name, value in found.items()}
+        return cls(sample_id, where, kept, had_nulls=kept != found)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [_without_nulls(each) for each in value]
+    return value
 
 
 @dataclass(frozen=True, slots=True)

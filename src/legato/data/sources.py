@@ -205,7 +205,8 @@ def _read_hub(source: HubSource, past: Skip) -> Generator[Row | BadRow, None, No
             if past.left:
                 past.take()
             else:
-                yield Row(f"{source.name}:{number}", f"{path} ({split}): row {number}", dict(value))
+                where = f"{path} ({split}): row {number}"
+                yield Row.of_table(f"{source.name}:{number}", where, value)
     except Exception as error:  # of a network, or of a file of the data set
         raise DataError(
             f"{path} ({split}): can't be read on after row {number}: "

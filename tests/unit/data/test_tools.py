@@ -7,9 +7,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from legato.data import ChatFormatter, DatasetSpec, Message, Sample, build_data, marked_sample
+from legato.data.chunks import NULLS_LEFT_OUT
 from legato.data.examples import Example, with_call_ids
 from legato.data.tools import ToolCall, read_calls, read_tools
 from legato.errors import DataError
@@ -272,6 +275,52 @@ def test_calls_and_tools_are_read_from_every_form() -> None:
         assert read_tools(value) == ({"type": "function", "function": {"name": "f"}},)
     for nothing in (None, "", "[]", "null", []):
         assert read_tools(nothing) == ()
+
+
+def _calling(tool: str, **arguments: Any) -> dict[str, Any]:
+    schema = {"properties": {name: {"type": "string"} for name in arguments}, "type": "object"}
+    call = {"function": {"arguments": arguments, "name": tool}, "type": "function"}
+    turns = [
+        {"content": "Hi", "role": "user"},
+        {"content": None, "role": "assistant", "tool_calls": [call]},
+        {"content": "42", "role": "tool"},
+        {"content": "Yes.", "role": "assistant"},
+    ]
+    return {"messages": turns, "tools": [{"name": tool, "parameters": schema}]}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [_calling("weather", city="Oslo"), _calling("search", query="rain")],
+        [{"prompt": "Hi", "completion": made} for made in ({"city": "Oslo"}, {"query": "rain"})],
+        [
+            {"prompt": "Hi", "completion": _calling("weather", city="Oslo")["messages"][1:2]},
+            {"prompt": "Hi", "completion": _calling("search", query="rain")["messages"][1:2]},
+        ],
+    ],
+    ids=["arguments and schemas", "objects as answers", "calls as answers"],
+)
+def test_a_table_trains_what_the_same_rows_as_json_lines_train(
+    tmp_path: Path, rows: list[dict[str, Any]]
+) -> None:
+    """Arrow gives every object the members of all of them, null where it has none."""
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    formatter = ChatFormatter(tiny.build_tokenizer(tiny.CHATML), template="chatml")
+    made = [
+        build_data([DatasetSpec(str(tmp_path / name))], formatter=formatter, max_seq_len=4096)
+        for name in ("rows.jsonl", "rows.parquet")
+    ]
+    lines, table = ([marked(data[i]) for i in range(2)] for data in made)
+    assert table == lines
+    assert "null" not in "".join(table)
+    assert [data.report.datasets[0].counts for data in made] == [{}, {NULLS_LEFT_OUT: 2}]
+
+
+def test_a_null_that_json_lines_hold_is_trained(tmp_path: Path) -> None:
+    (sample,) = samples_of(tmp_path, {"prompt": "Hi", "completion": {"city": None}})
+    assert marked(sample).endswith('[[{"city": null}<|im_end|>]]')
 
 
 def test_the_real_data_set_trains_through_the_command_line(
