@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import subprocess
 from collections.abc import Iterator
@@ -29,15 +30,25 @@ def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_rest")
 @pytest.mark.parametrize(("error", "halfway"), [(errno.ENOSPC, True), (errno.EIO, False)])
-def test_a_fault_at_any_operation_of_a_save_loses_nothing(error: int, halfway: bool) -> None:
-    """Two good saves, then one with a fault at operation k, for every k; it is retried after."""
+@pytest.mark.parametrize("num_failures", [1, math.inf], ids=["once", "from then on"])
+def test_a_fault_at_any_operation_of_a_save_loses_nothing(
+    error: int, halfway: bool, num_failures: float
+) -> None:
+    """Two good saves, then one with a fault at operation k, for every k; it is retried after.
+
+    A disk that stays broken refuses the cleaning up as well; then it is mended.
+    """
     loops = [Loop().run_to(step) for step in (1, 2, 3)]
     k, reached = 0, True
     while reached:
         k += 1
         disk = MemoryStorage()
         storage = FaultyStorage(
-            disk, fail_at=None, error=OSError(error, os.strerror(error)), halfway=halfway
+            disk,
+            fail_at=None,
+            error=OSError(error, os.strerror(error)),
+            halfway=halfway,
+            num_failures=num_failures,
         )
         with Checkpointer("/out", storage=storage, keep=KeepLast(2)) as checkpointer:
             for loop in loops[:2]:
