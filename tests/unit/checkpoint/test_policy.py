@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+import operator
 
 import pytest
 
@@ -73,6 +76,23 @@ def test_each_keep_policy_and_combination_keeps_what_it_says(
     assert policy.keep(STEPS, LOSSES) == kept
     assert policy.keep(STEPS[::-1], LOSSES) == kept
     assert policy.keep([], {}) == []
+
+
+SINGLES: list[tuple[KeepPolicy, set[int]]] = [
+    (KeepLast(1), {70}),
+    (KeepBest(1), {20}),
+    (KeepEvery(30), {30, 60}),
+    (KeepSchedule(SCHEDULE), {10, 20, 40}),
+    (Pinned(frozenset({50})), {50}),
+]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_every_combination_keeps_what_any_of_its_parts_keeps(size: int) -> None:
+    for parts in itertools.permutations(SINGLES, size):
+        policy = functools.reduce(operator.or_, (policy for policy, _ in parts))
+        kept = set().union(*(kept for _, kept in parts))
+        assert policy.keep(STEPS, LOSSES) == sorted(kept), policy
 
 
 def test_order_is_by_number_and_not_by_text() -> None:
