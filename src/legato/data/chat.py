@@ -16,12 +16,14 @@ from legato.data.bounds import token_bounds, tokens_of
 from legato.data.examples import ROLES, Example, Message, with_call_ids
 from legato.data.samples import Indices, Mask, Sample, Tally
 from legato.data.spans import (
+    Marked,
     PlannedText,
     Span,
     TemplateProblem,
     plan_segments,
     plan_texts,
     refuse_unwritten_tools,
+    unmarked_answers,
 )
 from legato.data.templates import opening_ids, resolve_template, stop_ids, told
 from legato.data.tools import as_json
@@ -207,11 +209,10 @@ class ChatFormatter:
                 "train_on_inputs: a turn would have to become a sample of its own, and its prompt "
                 f"would be trained several times, because {split}"
             )
-        if self._has_marks and texts[0].split is None:
-            marks = self._marks(messages, tools=example.tools)
-            for span in texts[0].spans:
-                if span.has_stop and not any(a <= span.end <= b for a, b in marks):
-                    tally.add(MARKS_DIFFER, example.sample_id)
+        if self._has_marks:
+            marks = functools.partial(self._marks, tools=example.tools)
+            for text in unmarked_answers(texts, messages, marks=marks):
+                tally.add(MARKS_DIFFER, text.sample_id(example.sample_id))
         return texts
 
     def _is_trained(self, message: Message) -> bool:
@@ -236,13 +237,12 @@ class ChatFormatter:
             messages, tools=tools, add_generation_prompt=add_generation_prompt
         )[0]
 
-    def _marks(self, messages: Sequence[Message], *, tools: Tools) -> list[tuple[int, int]]:
-        """What the template's ``{% generation %}`` says that the model produces, in characters."""
-        return self._render_with_marks(messages, tools=tools, return_assistant_tokens_mask=True)[1]
+    def _marks(self, messages: Sequence[Message], *, tools: Tools) -> Marked:
+        return self._render_with_marks(messages, tools=tools, return_assistant_tokens_mask=True)
 
     def _render_with_marks(
         self, messages: Sequence[Message], *, tools: Tools = (), **options: bool
-    ) -> tuple[str, list[tuple[int, int]]]:
+    ) -> Marked:
         try:
             texts, marks = render_jinja_template(
                 [[message.for_template() for message in messages]],
@@ -286,9 +286,8 @@ class ChatFormatter:
         offsets: list[tuple[int, int]],
         tally: Tally,
     ) -> Sample:
-        sample_id = example.sample_id
+        sample_id = planned.sample_id(example.sample_id)
         if planned.split is not None:
-            sample_id += f"#{planned.spans[0].message + 1}"
             tally.add(SPLIT_OFF + planned.split, sample_id)
         starts, ends = token_bounds(offsets, len(planned.text))
         found = np.zeros(len(ids) + 1, dtype=np.bool_)  # the last is for a stop to be appended

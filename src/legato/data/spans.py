@@ -9,7 +9,7 @@ turn for which that can't hold in the joint text becomes a text of its own.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -24,6 +24,8 @@ THINK_TAGS = re.compile(r"</?think>")
 
 Render = Callable[[Sequence[Message], bool], str]
 """(messages, add_generation_prompt) -> text."""
+Marked = tuple[str, list[tuple[int, int]]]
+"""A rendered text, and in characters what its ``{% generation %}`` says that the model produces."""
 
 
 class Split(StrEnum):
@@ -72,6 +74,10 @@ class PlannedText:
     def turns(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Those of a conversation that the text renders."""
         return messages if self.split is None else messages[: self.spans[0].message + 1]
+
+    def sample_id(self, row: str) -> str:
+        """The id of its sample, from the row's."""
+        return row if self.split is None else f"{row}#{self.spans[0].message + 1}"
 
 
 def plan_texts(
@@ -157,6 +163,35 @@ def refuse_unwritten_tools(
                     f"the row offers the tool {tool['function']['name']}, and the template doesn't "
                     "write it. Use a template that knows tools, as chat_template: chatml does"
                 )
+
+
+def unmarked_answers(
+    texts: Sequence[PlannedText],
+    messages: Sequence[Message],
+    *,
+    marks: Callable[[Sequence[Message]], Marked],
+) -> Iterator[PlannedText]:
+    """Answers that the template's own marks don't hold from their beginning to their end.
+
+    Args:
+        texts: What :func:`plan_texts` made of the messages.
+        messages: The conversation.
+        marks: The chat template.
+
+    Yields:
+        PlannedText: The text of such an answer, as often as it holds one.
+    """
+    for each in texts:
+        text, marked = marks(each.turns(messages))
+        for span in each.spans:
+            is_marked = text == each.text and any(_covers(mark, span, text) for mark in marked)
+            if span.has_stop and not is_marked:
+                yield each
+
+
+def _covers(mark: tuple[int, int], span: Span, text: str) -> bool:
+    first, last = sorted((mark[0], span.start))  # between them may be white space
+    return span.end <= mark[1] and not text[first:last].strip()
 
 
 def plan_segments(segments: Sequence[Segment]) -> PlannedText:

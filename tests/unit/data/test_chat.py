@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from legato.data import ChatFormatter, Example, Message, Sample, Segment, marked_sample
 from legato.data.bounds import token_bounds
+from legato.data.chat import MARKS_DIFFER
 from legato.data.samples import Tally
 from legato.errors import ConfigError, DataError
 from tests.helpers import tiny
@@ -449,15 +450,50 @@ def test_the_templates_own_generation_marks_are_checked() -> None:
     assert tally.counts == {}
 
 
-def test_generation_marks_that_leave_out_a_turn_are_said() -> None:
-    only_last = MARKED_TEMPLATE.replace(
-        "m.role == 'assistant'", "m.role == 'assistant' and loop.last"
-    )
+OPEN = "{% generation %}"
+THOUGHT = (
+    "{% if m.reasoning_content and loop.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+)
+HIDING_TEMPLATE = MARKED_TEMPLATE.replace(OPEN, OPEN + THOUGHT)
+
+
+@pytest.mark.parametrize(
+    ("template", "named"),
+    [
+        (
+            MARKED_TEMPLATE.replace("== 'assistant'", "== 'assistant' and loop.last"),
+            ["chats.jsonl:1"],
+        ),
+        (
+            MARKED_TEMPLATE.replace(
+                OPEN + "{{ m.content }}", "{{ m.content[:1] }}" + OPEN + "{{ m.content[1:] }}"
+            ),
+            ["chats.jsonl:1"] * 2,
+        ),
+        (
+            "{% for m in messages %}{% generation %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+            "<|im_end|>\n{% endgeneration %}{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+            ["chats.jsonl:1"] * 2,
+        ),
+        (HIDING_TEMPLATE, []),
+        (MARKED_TEMPLATE.replace(OPEN, THOUGHT + OPEN), ["chats.jsonl:1#2"]),
+        (
+            MARKED_TEMPLATE.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n"),
+            ["chats.jsonl:1#2", "chats.jsonl:1#4"],
+        ),
+    ],
+    ids=["a turn", "late", "header", "split and right", "split without thought", "prompt"],
+)
+def test_generation_marks_that_differ_from_what_is_trained_are_said(
+    template: str, named: list[str]
+) -> None:
     tally = Tally()
-    ChatFormatter(tiny.build_tokenizer(only_last)).format([example(*TWO_TURNS)], tally=tally)
-    assert [sentence.split(" mark")[0] for sentence in tally.counts] == [
-        "answers that aren't what the template's {% generation %}"
-    ]
+    turns = list(TWO_TURNS)
+    if "reasoning_content" in template:
+        turns[1] = replace(turns[1], reasoning="A greeting.")
+    ChatFormatter(tiny.build_tokenizer(template)).format([example(*turns)], tally=tally)
+    assert tally.examples.get(MARKS_DIFFER, []) == named
 
 
 def test_the_date_in_a_template_is_the_day_of_the_runs_start() -> None:
