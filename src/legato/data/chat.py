@@ -211,8 +211,8 @@ class ChatFormatter:
             )
         if self._has_marks:
             marks = functools.partial(self._marks, tools=example.tools)
-            for text in unmarked_answers(texts, messages, marks=marks):
-                tally.add(MARKS_DIFFER, text.sample_id(example.sample_id))
+            for unmarked in unmarked_answers(texts, messages, marks=marks):
+                tally.add(MARKS_DIFFER, unmarked.sample_id(example.sample_id))
         return texts
 
     def _is_trained(self, message: Message) -> bool:
