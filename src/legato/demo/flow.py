@@ -128,7 +128,7 @@ def run_demo(
 
     show(
         "Teaching a small language model to turn an order in plain English into JSON.\n"
-        f"About 5 minutes on 2 CPU cores, less on more; takes 6 GB in {paths.folder}.\n"
+        f"About 3 minutes on 2 CPU cores, less on more; takes 6 GB in {paths.folder}.\n"
         "Stop it whenever you like: the same command goes on.\n"
     )
     paths.folder.mkdir(parents=True, exist_ok=True)
