@@ -3,42 +3,27 @@
 from __future__ import annotations
 
 import datetime as dt
-import re
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from legato.cli.ckpt_keep import kept_because, pin, prune, remove, same_branch, unpin
+from legato.cli.ckpt_open import AsJson, RunArgument, StepArgument, is_step, open_run, open_step
 from legato.cli.show import show_json, show_table
 
 if TYPE_CHECKING:
     from legato.checkpoint.lifecycle import RunFolder
-    from legato.checkpoint.records import Committed, StepInfo
+    from legato.checkpoint.records import StepInfo
 
 app = typer.Typer(no_args_is_help=True, help="Look at checkpoints, check them, tidy them.")
 
-_RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The run's output_dir.")]
-_StepArgument = Annotated[
-    Path, typer.Argument(metavar="STEP", help="A step folder, or its link latest or best.")
-]
-_StepsArgument = Annotated[
-    list[Path], typer.Argument(metavar="STEP...", help="Step folders, or links to them.")
-]
-_STEP = re.compile(r"step_[0-9]+")
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
 
 @app.command("ls")
-def list_steps(run: _RunArgument, as_json: _Json = False) -> None:
+def list_steps(run: RunArgument, as_json: AsJson = False) -> None:
     """List a run's checkpoints, and why each of them is kept."""
-    from legato.cli.ckpt_keep import kept_because
-
-    folder = _open_run(run)
+    folder = open_run(run)
     steps = folder.steps()
     if not steps and not as_json:
         typer.echo(f"{run} holds no checkpoint")
@@ -55,9 +40,9 @@ def list_steps(run: _RunArgument, as_json: _Json = False) -> None:
 
 
 @app.command("show")
-def show_step(step: _StepArgument, as_json: _Json = False) -> None:
+def show_step(step: StepArgument, as_json: AsJson = False) -> None:
     """Show one checkpoint: what it holds, and how its save went."""
-    folder, info = _open_step(step)
+    folder, info = open_step(step)
     facts = _facts(info, _marks(folder, info, folder.steps()))
     facts["files"] = (
         {name: entry.size_bytes for name, entry in info.manifest.files.items()}
@@ -87,18 +72,18 @@ def show_step(step: _StepArgument, as_json: _Json = False) -> None:
 @app.command("verify")
 def verify(
     path: Annotated[Path, typer.Argument(metavar="RUN|STEP", help="A run, or one step folder.")],
-    as_json: _Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Read every byte of a checkpoint or a run; compare digests."""
     from legato.checkpoint.inspection import find_damage
     from legato.cli.byte_bar import byte_bar
     from legato.errors import CheckpointTornError
 
-    if _is_step(path):
-        folder, only = _open_step(path)
+    if is_step(path):
+        folder, only = open_step(path)
         steps = [only]
     else:
-        folder = _open_run(path)
+        folder = open_run(path)
         steps = folder.steps()
     damage: dict[int, list[str]] = {}
     total_bytes = sum(info.manifest.size_bytes for info in steps if info.manifest is not None)
@@ -122,132 +107,18 @@ def verify(
         raise CheckpointTornError(f"{names}: damaged; don't use it", path=str(path), steps=bad)
 
 
-@app.command("pin")
-def pin(steps: _StepsArgument) -> None:
-    """Keep a checkpoint whatever the run's keep_ keys say."""
-    from legato.checkpoint.manifest import PIN_NAME
-    from legato.errors import CheckpointTornError
-
-    for path in steps:
-        folder, info = _open_step(path)
-        if not info.is_complete:
-            raise CheckpointTornError(f"{path}: {info.problem}", path=str(path))
-        folder.storage.write_bytes(f"{info.path}/{PIN_NAME}", b"")
-        typer.echo(f"step_{info.step} is pinned")
-
-
-@app.command("unpin")
-def unpin(steps: _StepsArgument) -> None:
-    """Let the run's keep_ keys decide again."""
-    from legato.checkpoint.manifest import PIN_NAME
-
-    for path in steps:
-        folder, info = _open_step(path)
-        if info.pinned:
-            folder.storage.remove_file(f"{info.path}/{PIN_NAME}")
-        typer.echo(f"step_{info.step} is not pinned")
-
-
-@app.command("rm")
-def remove(
-    steps: _StepsArgument,
-    yes: Annotated[bool, typer.Option("-y", "--yes", help="Don't ask.")] = False,
-) -> None:
-    """Delete checkpoints. Not while a run is using their folder, and not pinned ones."""
-    from legato.errors import UsageError
-
-    opened = [_open_step(path) for path in steps]
-    for _, info in opened:
-        if info.pinned:
-            raise UsageError(f"{info.path} is pinned. `legato ckpt unpin {info.path}` first")
-    names = ", ".join(info.path for _, info in opened)
-    if not yes:
-        if not sys.stdin.isatty():
-            raise UsageError(f"this deletes {names}. Add --yes to do it")
-        typer.confirm(f"Delete {names}?", abort=True)
-    for folder, info in opened:
-        with _locked(folder):
-            folder.prune(info.step, how="delete", now=time.time())
-            _point_to_newest(folder)
-        typer.echo(f"deleted {info.path}")
-
-
-@app.command("prune")
-def prune(
-    run: _RunArgument,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would happen.")] = False,
-) -> None:
-    """Apply the keep_ keys of the run's config now."""
-    folder = _open_run(run)
-    if dry_run:
-        for step, action, _ in _planned(folder):
-            typer.echo(f"step_{step.step}: would be {action}")
-        return
-    with _locked(folder):
-        for step, action, act in _planned(folder):
-            act()
-            typer.echo(f"step_{step.step}: {action}")
-
-
-def _planned(folder: RunFolder) -> Iterator[tuple[Committed, str, Callable[[], object]]]:
-    """Each step of the newest branch, what happens to it and why, and the function that does it."""
-    from legato.cli.ckpt_keep import plan_keeping
-    from legato.errors import CheckpointNotFoundError
-
-    steps = folder.steps()
-    if not any(info.is_complete for info in steps):
-        raise CheckpointNotFoundError(
-            f"{folder.path} holds no complete checkpoint", path=folder.path
-        )
-    found = plan_keeping(steps)
-    how, plan = found.config.prune, found.plan
-    dropping = [i for i in found.steps if i.step in plan.drop_state and i.manifest.has_state]
-    if plan.remove or dropping:
-        _refuse_damaged(folder, found.steps[-1])
-    for step in found.steps:
-        why = ", ".join(plan.reasons.get(step.step, ()))
-        if step.step in plan.remove:
-            action = "moved to .pruned/" if how == "move" else "deleted"
-            yield step, action, partial(folder.prune, step.step, how=how, now=time.time())
-        elif step in dropping:
-            yield step, f"kept without state/ ({why})", partial(folder.drop_state, step)
-        else:
-            yield step, f"kept ({why})", lambda: None
-
-
-def _refuse_damaged(folder: RunFolder, newest: Committed) -> None:
-    """Read the newest step, which stands in for all that go: a disk may have spoilt it since."""
-    from legato.checkpoint.inspection import find_damage
-    from legato.errors import CheckpointTornError
-
-    if damage := find_damage(folder.storage, newest):
-        raise CheckpointTornError(
-            f"{damage[0]}: the newest step isn't what was saved, so nothing is deleted. `legato "
-            f"ckpt rm {newest.path}` removes it, `legato ckpt verify {folder.path}` checks others.",
-            path=newest.path,
-            problems=damage,
-        )
-
-
-@contextmanager
-def _locked(folder: RunFolder) -> Iterator[None]:
-    """Hold the run's lock: nothing is deleted under a run that is writing."""
-    from legato.checkpoint.lock import OutputDirLock
-
-    lock = OutputDirLock(folder.path)
-    lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
+app.command("pin")(pin)
+app.command("unpin")(unpin)
+app.command("rm")(remove)
+app.command("prune")(prune)
 
 
 @app.command("diff")
-def diff(first: _StepArgument, second: _StepArgument, as_json: _Json = False) -> None:
+def diff(first: StepArgument, second: StepArgument, as_json: AsJson = False) -> None:
     """Compare two checkpoints: tensors, config, metrics."""
     from legato.cli.ckpt_diff import compare_metrics, compare_steps
 
-    (folder, before), (_, after) = _open_step(first), _open_step(second)
+    (folder, before), (_, after) = open_step(first), open_step(second)
     result = compare_steps(folder.storage, before.path, after.path)
     result["metrics"] = compare_metrics(before.manifest, after.manifest)
     if as_json:
@@ -271,43 +142,8 @@ def diff(first: _StepArgument, second: _StepArgument, as_json: _Json = False) ->
         typer.echo(line)
 
 
-def _is_step(path: Path) -> bool:
-    return bool(_STEP.fullmatch(path.resolve().name)) or (path / "manifest.json").is_file()
-
-
-def _open_run(path: Path) -> RunFolder:
-    from legato.checkpoint.lifecycle import RunFolder
-    from legato.errors import CheckpointNotFoundError, UsageError
-    from legato.storage.local import LocalStorage
-
-    if not path.is_dir():
-        raise CheckpointNotFoundError(f"{path}: no such folder", path=str(path))
-    if _is_step(path):
-        raise UsageError(
-            f"{path} is one step; expected a run's output_dir, {path.resolve().parent}"
-        )
-    return RunFolder(LocalStorage(), str(path.resolve()))
-
-
-def _open_step(path: Path) -> tuple[RunFolder, StepInfo]:
-    from legato.checkpoint.inspection import inspect
-    from legato.checkpoint.lifecycle import RunFolder
-    from legato.errors import CheckpointNotFoundError, UsageError
-    from legato.storage.local import LocalStorage
-
-    if not path.is_dir():
-        raise CheckpointNotFoundError(f"{path}: no such folder", path=str(path))
-    if not _is_step(path):
-        raise UsageError(f"{path}: expected a step folder such as {path / 'latest'}")
-    place = path.resolve()
-    storage = LocalStorage()
-    return RunFolder(storage, str(place.parent)), inspect(storage, str(place))
-
-
 def _marks(folder: RunFolder, info: StepInfo, steps: list[StepInfo]) -> list[str]:
     """What is special about a step: newest, pinned, where links lead, another branch."""
-    from legato.cli.ckpt_keep import same_branch
-
     complete = [step for step in steps if step.manifest is not None]
     marks = []
     for name in ("latest", "best"):
@@ -380,15 +216,3 @@ def _save_event(run: Path, step: int) -> dict[str, Any] | None:
         return None
     events = (e for e in read_events(run / "metrics.jsonl") if e["event"] == "save")
     return next((e for e in reversed(list(events)) if e.get("step") == step), None)
-
-
-def _point_to_newest(folder: RunFolder) -> None:
-    """Mend links that a removal left dangling: ``latest`` leads to the newest, ``best`` goes."""
-    complete = [info.step for info in folder.steps() if info.is_complete]
-    for name in ("latest", "best"):
-        link = Path(folder.path) / name
-        if link.is_symlink() and not link.exists():
-            if name == "latest" and complete:
-                folder.point("latest", complete[-1])
-            else:
-                link.unlink()

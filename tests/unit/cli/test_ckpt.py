@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from legato.checkpoint import Checkpointer
 from legato.cli import byte_bar
 from legato.cli.main import main
+from legato.storage.local import LocalStorage
 
 CONFIG = """\
 recipe: full_finetune_single_device
@@ -45,6 +47,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def steps_in(run: Path) -> list[str]:
     return sorted(path.name for path in run.glob("step_*"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
 def damage(path: Path) -> None:
@@ -201,6 +208,84 @@ def test_prune_says_what_stays_and_why(run: Path, capsys: pytest.CaptureFixture[
     assert lines[2].startswith("step_4: would be kept (")
     assert "newest" in lines[2]
     assert steps_in(run) == ["step_1", "step_2", "step_4"]
+
+
+@pytest.mark.parametrize(
+    ("line", "goes", "pruned"),
+    [
+        ("prune: move", {"action": "move", "kept": []}, "moved to .pruned/"),
+        ("keep_last_n_states: 1", {"action": "delete", "kept": []}, "deleted"),
+    ],
+)
+def test_prune_does_what_the_runs_config_says_and_tells_scripts_before_and_after(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, goes: dict[str, Any], pruned: str
+) -> None:
+    run = tmp_path / "out"
+    model = torch.nn.Linear(2, 2, bias=False)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)}
+    model(torch.ones(2)).sum().backward()
+    state["optimizer"].step()
+    with Checkpointer(run, config_name="my", config_yaml=f"{CONFIG}{line}\n") as checkpointer:
+        for step, eval_loss in ((1, 3.0), (2, 1.0), (4, 2.0)):
+            checkpointer.save(state, step=step, metrics={"eval_loss": eval_loss}).result()
+    before, before_it = contents(run), contents(run / "step_1")
+    best = "keep" if line == "prune: move" else "drop_state"
+    expected = [
+        {"step": 1, "path": str(run / "step_1")} | goes,
+        {"step": 2, "path": str(run / "step_2"), "action": best, "kept": ["best"]},
+        {"step": 4, "path": str(run / "step_4"), "action": "keep", "kept": ["last", "newest"]},
+    ]
+
+    assert main(["ckpt", "prune", "--dry-run", "--json", str(run)]) == 0
+    assert json.loads(capsys.readouterr().out) == expected
+    assert contents(run) == before
+    assert main(["ckpt", "prune", "--dry-run", str(run)]) == 0
+    assert capsys.readouterr().out.startswith(f"step_1: would be {pruned}\n")
+
+    assert main(["ckpt", "prune", "--json", str(run)]) == 0
+    assert json.loads(capsys.readouterr().out) == expected
+    assert steps_in(run) == ["step_2", "step_4"]
+    assert (run / "step_2" / "state").is_dir() == (best == "keep")
+    assert (run / "step_4" / "state").is_dir()
+    pruned_files = contents(run / ".pruned" / "step_1")
+    assert pruned_files == (before_it if line == "prune: move" else {})
+
+    again = [fate | {"action": "keep"} for fate in expected[1:]]
+    assert main(["ckpt", "prune", "--json", str(run)]) == 0
+    assert json.loads(capsys.readouterr().out) == again
+    assert main(["ckpt", "verify", str(run)]) == 0
+    assert capsys.readouterr().out == "step_2: intact\nstep_4: intact\n"
+
+
+def test_what_pin_unpin_and_rm_did_is_json_for_scripts(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, last = ({"step": n, "path": str((run / f"step_{n}").resolve())} for n in (1, 4))
+    steps = [str(run / "step_1"), str(run / "latest")]
+    for words, shown in (
+        (["pin", *steps], [step | {"pinned": True} for step in (first, last)]),
+        (["unpin", *steps], [step | {"pinned": False} for step in (first, last)]),
+        (["rm", "--yes", *steps], [step | {"action": "delete"} for step in (first, last)]),
+    ):
+        assert main(["ckpt", *words, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == shown
+    assert steps_in(run) == ["step_2"]
+
+
+def test_json_tells_what_was_done_before_an_error(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove_tree = LocalStorage.remove_tree
+
+    def fails(storage: LocalStorage, path: str) -> None:
+        if "step_2" in path:
+            raise PermissionError(13, "no rights", path)
+        remove_tree(storage, path)
+
+    monkeypatch.setattr(LocalStorage, "remove_tree", fails)
+    steps = [str(run / "step_1"), str(run / "step_2")]
+    assert main(["ckpt", "rm", "--yes", "--json", *steps]) != 0
+    assert [done["step"] for done in json.loads(capsys.readouterr().out)] == [1]
 
 
 @pytest.mark.parametrize("words", [[], ["--dry-run"]])
