@@ -116,6 +116,8 @@ def write_three_steps(rank: int, folder: str) -> Arrays:
         if rank == 0:  # it has pruned when its save is done, others don't wait for that
             assert [info.step for info in checkpointer.steps()] == [2, 3]
         records = checkpointer.poll()
+        # Of the whole, on every rank; each has written its share of it.
+        assert records[-1].checkpoint_bytes == share.manifest.size_bytes > records[-1].written_bytes
         assert (
             records[-1].staged_bytes
             < 2 * sum(value.numel() * 4 for value in expected[3].values()) / dist.get_world_size()

@@ -88,6 +88,8 @@ class SaveRecord:
         committed_seconds: Until the folder was visible under its name.
         staged_bytes: Bytes that this rank copied.
         written_bytes: Bytes that this rank wrote.
+        checkpoint_bytes: Size of the checkpoint, all ranks' files together; None when the attempt
+            failed.
     """
 
     step: int
@@ -102,6 +104,7 @@ class SaveRecord:
     committed_seconds: float
     staged_bytes: int
     written_bytes: int
+    checkpoint_bytes: int | None
 
 
 @dataclass
@@ -213,6 +216,7 @@ class PendingSave:
             path=self._committed.path if self._committed else None,
             error=str(self._error) if self._error else None,
             will_retry=will_retry and self._committed is None,
+            checkpoint_bytes=self._committed.manifest.size_bytes if self._committed else None,
             **times,
         )
 

@@ -66,6 +66,8 @@ def show_step(step: StepArgument, as_json: AsJson = False) -> None:
     rows += [(name, human_bytes(size)) for name, size in files.items()]
     rows += [(name, f"{value:.3g}") for name, value in save.items() if name.endswith("_seconds")]
     rows += [(name, human_bytes(value)) for name, value in save.items() if name.endswith("_bytes")]
+    if not save:
+        rows.append(("save", "not recorded"))
     show_table(("", ""), rows)
 
 
@@ -209,7 +211,10 @@ def _text(value: Any) -> str:
 
 
 def _save_event(run: Path, step: int) -> dict[str, Any] | None:
-    """How the save went, from the run's metrics.jsonl; the last one of that step counts."""
+    """How the save went, from the run's metrics.jsonl; the last one of that step counts.
+
+    None where that isn't recorded: other people's loops have no such file.
+    """
     from legato.report.metrics import read_events
 
     if not (run / "metrics.jsonl").is_file():

@@ -160,17 +160,21 @@ class Progress:
         """Show that a save has been staged and is being written."""
         self._save_text = f"writing step_{step}"
 
-    def saved(self, step: int, *, blocked_seconds: float, committed_seconds: float) -> None:
+    def saved(
+        self, step: int, *, size_bytes: int, blocked_seconds: float, committed_seconds: float
+    ) -> None:
         """Show that a checkpoint is on disk, and how long training waited for it.
 
         Args:
             step: Step of the checkpoint.
+            size_bytes: Its size, all ranks' files together.
             blocked_seconds: How long ``save`` held training up.
             committed_seconds: From the call of ``save`` until the checkpoint was durable.
         """
         self._save_text = f"saved step_{step}"
         self._print(
-            f"step_{step} saved: on disk after {human_seconds(committed_seconds)}, "
+            f"step_{step} saved: {human_bytes(size_bytes)} on disk after "
+            f"{human_seconds(committed_seconds)}, "
             f"training waited {human_seconds(blocked_seconds)}"
         )
 

@@ -30,6 +30,10 @@ class SaveFacts(Protocol):
     def committed_seconds(self) -> float:
         """From the call of ``save()`` until the checkpoint was durable and visible."""
 
+    @property
+    def checkpoint_bytes(self) -> int | None:
+        """Size of the checkpoint, all ranks' files together; None when there is none."""
+
 
 class RunReport:
     """Passes a run's events on; rank 0 has one.
@@ -86,6 +90,7 @@ class RunReport:
         if record.error is None:
             self._progress.saved(
                 record.step,
+                size_bytes=record.checkpoint_bytes or 0,
                 blocked_seconds=record.blocked_seconds,
                 committed_seconds=record.committed_seconds,
             )

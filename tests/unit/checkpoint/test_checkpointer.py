@@ -466,6 +466,9 @@ def test_records_tell_times_and_sizes(tmp_path: Path) -> None:
         pending.wait()
         (record,) = checkpointer.poll()
         assert checkpointer.in_flight is None
+        files = [path for path in (tmp_path / "out" / "step_1").rglob("*") if path.is_file()]
+    sizes = {path.name: path.stat().st_size for path in files}
+    assert record.checkpoint_bytes == sum(sizes.values()) - sizes["manifest.json"]
     tensor_bytes = sum(t.numel() * t.element_size() for t in loop.tensors().values())
     assert (record.step, record.reason, record.error) == (1, "epoch", None)
     assert record.staged_bytes == record.written_bytes == tensor_bytes

@@ -143,6 +143,17 @@ def test_show_tells_files_and_how_the_save_went(
     assert shown["blocked_seconds"] == "0.25"
     assert shown["staged_bytes"] == "16 B"
     assert "model.safetensors" in shown
+    assert "save" not in shown
+
+
+@pytest.mark.parametrize("has_log", [True, False])
+def test_show_says_that_how_the_save_went_is_not_recorded(
+    run: Path, capsys: pytest.CaptureFixture[str], has_log: bool
+) -> None:
+    if not has_log:
+        (run / "metrics.jsonl").unlink()
+    assert main(["ckpt", "show", str(run / "step_4")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split(maxsplit=1) == ["save", "not recorded"]
 
 
 def test_show_follows_the_link_to_the_latest(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

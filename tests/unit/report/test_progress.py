@@ -38,7 +38,7 @@ def run_two_steps(console: Console) -> None:
         progress.sampled(3, sample_id="a.jsonl:7", prompt="x" * 200, expected="1", answer=answer)
         progress.saving(3)
         progress.step(facts(4))
-        progress.saved(3, blocked_seconds=0.101, committed_seconds=1.5)
+        progress.saved(3, size_bytes=72_040_000, blocked_seconds=0.101, committed_seconds=1.5)
         progress.note("the disk is nearly full")
         progress.save_failed(4)
 
@@ -59,7 +59,7 @@ def test_without_a_terminal_logged_steps_saves_and_notes_are_lines() -> None:
         "  expected  1",
         "  answer    " + "one " * 24 + "o...",
         "step 4/4  loss 0.5123  lr 2.00e-04  grad norm 1.26  1,234 tokens/s  2.10 GB",
-        "step_3 saved: on disk after 1.50 s, training waited 0.10 s",
+        "step_3 saved: 72.0 MB on disk after 1.50 s, training waited 0.10 s",
         "the disk is nearly full",
     ]
 
@@ -71,7 +71,7 @@ def test_on_a_terminal_the_bar_shows_the_newest_step_and_the_last_save() -> None
     assert "step 4/4" in shown
     assert "1,234 tokens/s  2.10 GB  step_4 NOT SAVED" in shown
     assert "step 3/4  eval loss 0.7500" in shown
-    assert "step_3 saved: on disk after 1.50 s, training waited 0.10 s" in shown
+    assert "step_3 saved: 72.0 MB on disk after 1.50 s, training waited 0.10 s" in shown
 
 
 def test_on_a_terminal_log_lines_go_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
