@@ -17,7 +17,10 @@ CHECKED = (
     "checked: keys, values, combinations, and that paths are there. Data and model weren't read: "
     "--full does all that a run does before step 1"
 )
-CHECKED_ALL = "checked: all that a run does before step 1, with model, data, memory and disk"
+CHECKED_ALL = (
+    "checked: all that a new run does before step 1, with model, data, memory and disk; what "
+    "output_dir holds already wasn't looked at"
+)
 
 if TYPE_CHECKING:
     from legato.config.load import LoadedConfig

@@ -155,7 +155,8 @@ def read_config(path: Path) -> dict[str, Any]:
     if (path / "adapter_config.json").is_file():
         base = read_object(path / "adapter_config.json").get("base_model_name_or_path")
         raise ModelError(
-            f"{path}: is a LoRA adapter, not a model. Its base is {base}: give that as the model.",
+            f"{path}: is a LoRA adapter, not a model. Its base is {base}: give that as the model, "
+            f"or merge the two: legato merge {path} --output-dir DIR",
             path=str(path),
             base=base,
         )
