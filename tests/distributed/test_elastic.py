@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import signal
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 
 from legato.report.metrics import read_events
-from tests.helpers.launches import Launched
+from tests.helpers.launches import Launched, free_port
 from tests.helpers.runs import (
     assert_same_tensors,
     legato,
@@ -129,9 +128,7 @@ def test_launchers_of_two_hosts_restart_together_and_end_together(
         save_every_n_train_steps=4,
         keep_last_n_checkpoints=2,
     )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     place = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=pair")
     options = ("--nnodes=2", *place, "--max-restarts=1")
     runs = [Launched(config, *options, num_processes=1) for _ in range(2)]

@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from legato.report.metrics import read_events
-from tests.helpers.launches import Launched
+from tests.helpers.launches import Launched, free_port
 from tests.helpers.runs import legato, losses, steps_in, write_config
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -75,9 +75,7 @@ def test_processes_that_slurm_starts_find_each_other(
     tmp_path: Path, tiny_model_dir: Path, whole: Launched
 ) -> None:
     config = config_in(tmp_path, tiny_model_dir)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     environments = [
         {
             "SLURM_PROCID": str(rank),
@@ -218,9 +216,7 @@ def test_a_launcher_whose_other_host_does_not_come_ends_when_it_is_told_to(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
     config = config_in(tmp_path, tiny_model_dir)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     options = ["--nnodes=2", "--node-rank=0", f"--master-port={port}"]
     run = Launched(config, *options, num_processes=1, environment={"TMPDIR": str(tmp_path)})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -44,6 +45,14 @@ def killed_in_a_save(folder: Path, *, rank: int, verb: str, step: int) -> dict[s
     (folder / "sitecustomize.py").write_text(_KILL.format(rank=rank, verb=verb, step=step))
     paths = [str(folder), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     return {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens at now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
 
 
 class Launched:

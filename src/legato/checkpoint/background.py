@@ -7,6 +7,7 @@ ranks that disagree fail here, all of them; at *close* every rank says what it h
 
 from __future__ import annotations
 
+import contextlib
 import os
 import posixpath
 import queue
@@ -344,5 +345,6 @@ def _step_back() -> None:
     """Lower the priority of the calling thread; only on Linux is it a thread's own."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
-        lower = os.getpriority(os.PRIO_PROCESS, thread) + _NICE
-        os.setpriority(os.PRIO_PROCESS, thread, min(lower, 19))
+        with contextlib.suppress(OSError):  # a sandbox may forbid it: a save goes on without
+            lower = os.getpriority(os.PRIO_PROCESS, thread) + _NICE
+            os.setpriority(os.PRIO_PROCESS, thread, min(lower, 19))

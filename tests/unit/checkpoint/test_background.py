@@ -52,3 +52,13 @@ def test_writing_steps_back_behind_training() -> None:
     background.stop()
     assert found == [min(before + 10, 19)]
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+
+
+def test_a_sandbox_that_forbids_priorities_holds_up_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def forbidden(*_: object) -> None:
+        raise PermissionError("seccomp")
+
+    monkeypatch.setattr(os, "setpriority", forbidden)
+    BackgroundThread().stop()

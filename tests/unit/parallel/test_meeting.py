@@ -17,12 +17,11 @@ from legato.parallel import meeting
 from legato.parallel.meeting import announce_end, meet
 from legato.parallel.placement import Placement
 from legato.parallel.reports import FOLDER_VARIABLE, RankEnd
+from tests.helpers.launches import free_port
 
 
 def placements(world_size: int) -> list[Placement]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     return [Placement(rank=rank, world_size=world_size, port=port) for rank in range(world_size)]
 
 
