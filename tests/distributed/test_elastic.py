@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from legato.report.metrics import read_events
-from tests.helpers.launches import Launched, free_port
+from tests.helpers.launches import Launched, free_port, killed_in_a_save
 from tests.helpers.runs import (
     assert_same_tensors,
     legato,
@@ -25,8 +25,21 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900
 RECIPES = ("full_finetune_distributed", "lora_finetune_distributed")
 
 
+# Attempt -> rank, verb of the storage, path, and whether the step was committed before it.
+KILLS_IN_A_SAVE = {
+    2: (0, "make_folder", "step_60[.]tmp-[^/]*$", False),  # open
+    3: (1, "write_at", "step_63[.]tmp-.*/model", False),
+    4: (0, "create_file", "step_66[.]tmp-.*/state/", False),  # half open
+    5: (1, "sync_file", "step_69[.]tmp-.*/model", False),
+    6: (0, "write_at", "step_72[.]tmp-.*/state/", False),
+    7: (1, "write_at", "step_75[.]tmp-.*/state/", False),
+    8: (0, "rename", "step_78[.]tmp-[^/]*$", False),  # just before the commit
+    9: (0, "link", "step_81$", True),  # just after it
+}
+
+
 @pytest.mark.crash
-def test_ten_kills_in_a_row_end_in_the_result_of_an_undisturbed_run(
+def test_ten_kills_two_in_training_and_one_in_each_phase_of_a_save_do_not_change_the_result(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
     config = write_config(
@@ -34,31 +47,36 @@ def test_ten_kills_in_a_row_end_in_the_result_of_an_undisturbed_run(
         model=tiny_model_dir,
         recipe="full_finetune_distributed",
         epochs=None,
-        max_steps=120,
+        max_steps=87,
         save_every_n_train_steps=3,
         keep_last_n_checkpoints=2,
         lr_scheduler={"name": "linear"},
     )
     whole = Launched(config, output_dir=tmp_path / "whole")
     whole.succeed()
-    run = Launched(config, "--max-restarts=10")
-    for kill in range(10):
-        run.wait_for_step(10 * (kill + 1))
-        run.send(signal.SIGKILL, rank=kill % 2)
-        killed = sum(event["event"] == "resume" for event in events(run)) + 1
-        run.wait_until(
-            lambda killed=killed: (
-                sum(event["event"] == "resume" for event in events(run)) >= killed
-            ),
-            f"restart {kill + 1}",
-        )
+    in_a_save = {attempt: where for attempt, (*where, _) in KILLS_IN_A_SAVE.items()}
+    killed = killed_in_a_save(tmp_path / "site", in_a_save)
+    run = Launched(config, "--max-restarts=10", environment=killed)
+    for rank, step in ((0, 10), (1, 20)):
+        run.wait_for_step(step)
+        run.send(signal.SIGKILL, rank=rank)
+        run.wait_until(lambda rank=rank: len(resumed_from(run)) == rank + 1, "the restart")
     run.succeed()
-    assert losses(run.output_dir) == losses(whole.output_dir)
-    assert_same_tensors(run.output_dir / "step_120", whole.output_dir / "step_120")
     # No more than a save's distance and what was in flight is trained twice.
-    for event in events(run):
-        if event["event"] == "resume":
-            assert event["step"] % 3 == 0
+    in_training, in_saves = resumed_from(run)[:2], resumed_from(run)[2:]
+    assert all(step % 3 == 0 for step in in_training)
+    assert in_training[0] >= 6
+    assert in_training[1] >= 15
+    assert in_saves == [57, 60, 63, 66, 69, 72, 75, 81]
+    assert losses(run.output_dir) == losses(whole.output_dir)
+    assert_same_tensors(run.output_dir / "step_87", whole.output_dir / "step_87")
+    assert steps_in(run.output_dir) == [84, 87]
+    assert not list(run.output_dir.glob(".*step_*"))
+
+
+def resumed_from(run: Launched) -> list[int]:
+    """The steps that the attempts went on from, in their order."""
+    return [event["step"] for event in events(run) if event["event"] == "resume"]  # type: ignore[misc]
 
 
 def events(run: Launched) -> list[dict[str, object]]:

@@ -107,7 +107,7 @@ def test_a_rank_killed_in_a_save_goes_on_from_the_step_before_it(
     )
     whole = Launched(config, output_dir=tmp_path / "whole")
     whole.succeed()
-    killed = killed_in_a_save(tmp_path / "site", rank=rank, verb=verb, step=4)
+    killed = killed_in_a_save(tmp_path / "site", {0: (rank, verb, "step_4[.]tmp")})
     run = Launched(config, "--max-restarts=1", environment=killed)
     run.succeed()
     events = read_events(run.output_dir / "metrics.jsonl")

@@ -24,25 +24,36 @@ MARK = "LEGATO_TEST_LAUNCH"
 
 
 _KILL = """
-import os, signal
-if (os.environ.get("RANK"), os.environ.get("TORCHELASTIC_RESTART_COUNT")) == ("{rank}", "0"):
+import os, re, signal
+kills = {kills}
+attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+rank, verb, path = kills.get(attempt, (None, "", ""))
+if rank is not None and os.environ.get("RANK") == str(rank):
     from legato.storage import LocalStorage
-    real = LocalStorage.{verb}
+    real = getattr(LocalStorage, verb)
     def kill(self, *arguments):
-        if "step_{step}" in str(arguments[0]):
+        if re.search(path, str(arguments[0])):
             os.kill(os.getpid(), signal.SIGKILL)
         return real(self, *arguments)
-    LocalStorage.{verb} = kill
+    setattr(LocalStorage, verb, kill)
 """
 
 
-def killed_in_a_save(folder: Path, *, rank: int, verb: str, step: int) -> dict[str, str]:
-    """Environment in which one rank is killed by the storage's ``verb`` in the save of ``step``.
+def killed_in_a_save(folder: Path, kills: Mapping[int, tuple[int, str, str]]) -> dict[str, str]:
+    """Environment in which ranks are killed while they save, by the storage's verb for a path.
 
-    By a module in ``folder`` that Python imports at its start; a restarted rank is let alone.
+    By a module in ``folder`` that Python imports at its start.
+
+    Args:
+        folder: Is made.
+        kills: Attempt -> the rank that is killed in it, the verb, and a regular expression that
+            finds something in the verb's first path; 0 is the attempt before any restart.
+
+    Returns:
+        What the launcher is to have besides.
     """
     folder.mkdir()
-    (folder / "sitecustomize.py").write_text(_KILL.format(rank=rank, verb=verb, step=step))
+    (folder / "sitecustomize.py").write_text(_KILL.format(kills=repr(dict(kills))))
     paths = [str(folder), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     return {"PYTHONPATH": os.pathsep.join(paths)}
 
