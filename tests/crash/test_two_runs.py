@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from legato.checkpoint import Checkpointer, KeepLast
-from legato.checkpoint.lock import OutputDirLock
+from legato.checkpoint.lock import OutputDirLock, look_at_lock
 from legato.errors import CheckpointError, CheckpointNotFoundError, OutputDirLockedError
 from tests.helpers.loops import Loop
 
@@ -47,13 +47,15 @@ def holder(out: Path, worker_seconds: float = 0.0) -> tuple[multiprocessing.Proc
 def test_a_second_run_is_refused_and_told_who_holds_the_folder(tmp_path: Path) -> None:
     process, pipe = holder(tmp_path / "out")
     (tmp_path / "out" / ".step_5.tmp-abc").mkdir()
-    with pytest.raises(OutputDirLockedError, match=f"in use by process {process.pid}") as caught:
-        Checkpointer(tmp_path / "out")
-    assert caught.value.facts["holder"]["run_id"] == "abc"
+    for look in (look_at_lock, Checkpointer):
+        with pytest.raises(OutputDirLockedError, match=f"by process {process.pid}") as caught:
+            look(tmp_path / "out")
+        assert caught.value.facts["holder"]["run_id"] == "abc"
     # It isn't ours to clean.
     assert (tmp_path / "out" / ".step_5.tmp-abc").exists()
     pipe.send("end")
     process.join()
+    assert look_at_lock(tmp_path / "out")["run_id"] == "abc"
     with Checkpointer(tmp_path / "out") as checkpointer:
         checkpointer.save(Loop().state, step=0)
         held = json.loads((tmp_path / "out" / ".lock").read_bytes())

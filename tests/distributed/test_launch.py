@@ -247,7 +247,8 @@ def test_a_port_that_is_in_use_is_named(tmp_path: Path, tiny_model_dir: Path) ->
     ("options", "message"),
     [
         (["--nproc-per-node"], "--nproc-per-node: its value is missing"),
-        (["--nproc-per-node=many"], "Unsupported nproc_per_node value: many"),
+        (["--nproc-per-node=many"], "--nproc-per-node=many: expected a number of processes, or"),
+        (["--nnodes=many"], "--nnodes=many: expected a number of hosts"),
         (["--nproc-per-node=0"], "expected 1 or more"),
         (["--nnodes=two"], "--nnodes"),
         (["--max-restarts=x"], "argument --max-restarts"),

@@ -161,6 +161,9 @@ CASES: list[tuple[Case, int, list[str]]] = [
 ]
 
 
+VERBS = (["run"], ["validate", "--full"])
+
+
 def contents(folder: Path) -> dict[Path, bytes]:
     """Every file below, to the byte; its lock excepted, which names the latest process."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
@@ -191,8 +194,20 @@ def test_bad_input_is_one_message_before_step_1_and_leaves_nothing(
     assert sorted(tmp_path.glob("**/*")) == before
 
 
+@pytest.mark.parametrize(
+    "case", [metrics_are_a_folder, config_lies_in_output_dir, lock_is_a_folder]
+)
+def test_validate_says_of_output_dir_what_a_run_says(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str], case: Case
+) -> None:
+    config = write_config(tmp_path, model=tiny_model_dir, recipe=RECIPES[0])
+    arguments = ["--config", config, *case(tmp_path, tiny_model_dir)]
+    ends = [(legato(*verb, *arguments), capsys.readouterr().err) for verb in VERBS]
+    assert ends[0] == ends[1]
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("verb", [["run"], ["validate", "--full"]], ids=" ".join)
+@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
 def test_a_disk_with_no_room_for_one_checkpoint_is_one_message_and_nothing_is_written(
     tmp_path: Path,
     tiny_model_dir: Path,

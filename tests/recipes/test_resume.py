@@ -49,6 +49,11 @@ def whole_run(
     return folder / "out", arguments
 
 
+def files_in(folder: Path) -> dict[Path, int]:
+    """Every file and folder below, and when it was last written to."""
+    return {path: path.lstat().st_mtime_ns for path in folder.rglob("*")}
+
+
 @pytest.mark.parametrize(
     "stops",
     [[1], [2], [3], [4], [5], [6], [7], [2, 3, 5]],
@@ -143,8 +148,9 @@ def test_a_finished_run_says_that_nothing_is_left_and_changes_nothing(
     assert legato("run", "--config", config, "max_steps=2") == 0
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "out" / "step_2").rglob("*")}
     capsys.readouterr()
-    assert legato("run", "--config", config, "max_steps=2") == 0
-    assert "nothing left to do" in capsys.readouterr().err
+    for verb in (["run"], ["validate", "--full"]):
+        assert legato(*verb, "--config", config, "max_steps=2") == 0
+        assert "nothing left to do" in capsys.readouterr().err
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "out" / "step_2").rglob("*")} == before
 
 
@@ -159,14 +165,19 @@ def test_more_steps_go_on_and_say_what_the_learning_rate_does(
     assert "num_threads" not in capsys.readouterr().err
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
+    before = files_in(tmp_path)
     try:
-        assert legato("run", "--config", config, "max_steps=6") == 0
+        for verb in (["validate", "--full"], ["run"]):
+            assert files_in(tmp_path) == before
+            assert legato(*verb, "--config", config, "max_steps=6") == 0
+            said = " ".join(capsys.readouterr().err.split())
+            assert f"num_threads was {threads}, is {threads + 1}: the run goes on" in said
+            assert "changed since the checkpoint: max_steps: was 4, now 6" in said
+            # peak 5e-3, linear: step 5 of 4 is past the end; of 6 it has 2 of 6 left.
+            assert "lr at step 5: was 0, now 0.00167" in said
+            assert f"starts from step_4 in {tmp_path / 'out'}, goes on at step 5" in said
     finally:
         torch.set_num_threads(threads)
-    said = " ".join(capsys.readouterr().err.split())
-    assert f"num_threads was {threads}, is {threads + 1}: the run goes on" in said
-    # peak 5e-3, linear: step 5 of 4 is past the end; of 6 it has 2 of 6 left.
-    assert "lr at step 5: was 0, now 0.00167" in said
     assert steps_in(tmp_path / "out") == [4, 6]
     assert sorted(losses(tmp_path / "out")) == [1, 2, 3, 4, 5, 6]
 
@@ -177,10 +188,11 @@ def test_a_changed_field_that_a_run_cannot_change_is_refused_with_both_values(
     config = write_config(tmp_path, model=tiny_model_dir, recipe=RECIPES[0])
     assert legato("run", "--config", config, "max_steps=1") == 0
     capsys.readouterr()
-    assert legato("run", "--config", config, "max_steps=2", "seed=4") == 2
-    message = capsys.readouterr().err
-    assert "seed: was 3, now 4" in message
-    assert "--accept-changes" in message
+    for verb in (["run"], ["validate", "--full"]):
+        assert legato(*verb, "--config", config, "max_steps=2", "seed=4") == 2
+        message = capsys.readouterr().err
+        assert "seed: was 3, now 4" in message
+        assert "--accept-changes" in message
     assert steps_in(tmp_path / "out") == [1]
     assert legato("run", "--config", config, "max_steps=2", "seed=4", "--accept-changes") == 0
     assert steps_in(tmp_path / "out") == [1, 2]
@@ -280,10 +292,11 @@ def test_start_over_moves_the_steps_in_the_way_and_deletes_nothing(
     assert legato("run", "--config", config, "max_steps=2", "save_every_n_train_steps=1") == 0
     capsys.readouterr()
     again = ["run", "--config", config, "max_steps=2", "resume_from_checkpoint=false"]
-    assert legato(*again) != 0
-    message = capsys.readouterr().err
-    assert "step_1" in message
-    assert "--start-over" in message
+    for words in (again, ["validate", "--full", *again[1:]]):
+        assert legato(*words) == 1
+        message = capsys.readouterr().err
+        assert "step_1" in message
+        assert "--start-over" in message
     assert legato(*again, "--start-over") == 0
     assert steps_in(tmp_path / "out") == [2]
     [moved] = (tmp_path / "out").glob(".old-*")

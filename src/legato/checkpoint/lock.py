@@ -57,14 +57,11 @@ class OutputDirLock:
             CheckpointError: A folder, or somebody's own file, has its name; ``.path``.
         """
         fd, self.is_new = _take(self.path, wait_seconds=wait_seconds)
-        self.previous = _read(fd)
-        if "run_id" not in self.previous and _content(fd).strip(_NOTHING):
+        try:
+            self.previous = _read_ours(fd, self.path)
+        except CheckpointError:
             os.close(fd)
-            raise CheckpointError(
-                f"{self.path} isn't a lock that Legato wrote; a run keeps its own in a file of "
-                "that name. Move it away, or choose another output_dir.",
-                path=self.path,
-            )
+            raise
         self._fd = fd
 
     def is_kept(self) -> bool:
@@ -135,6 +132,37 @@ class OutputDirLock:
         os.fsync(self._fd)
 
 
+def look_at_lock(output_dir: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """What the lock of ``output_dir`` says, without taking it.
+
+    Not for a process that holds it: that would give it back.
+
+    Args:
+        output_dir: A local folder; may be absent.
+
+    Returns:
+        What the last holder wrote; empty if unknown.
+
+    Raises:
+        OutputDirLockedError: Another process holds it now; ``.holder``.
+        CheckpointError: A folder, or somebody's own file, has its name; ``.path``.
+    """
+    path = str(Path(output_dir) / LOCK_NAME)
+    if os.path.isdir(path):
+        raise _is_folder(path)
+    if not os.path.exists(path):
+        return {}
+    with open(path, "rb") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # until the file is closed, at once
+        except OSError as error:
+            if error.errno in _HELD:
+                raise _locked(path, _read(file.fileno())) from error
+            if error.errno not in _UNSUPPORTED:
+                raise
+        return _read_ours(file.fileno(), path)
+
+
 def _take(path: str, *, wait_seconds: float) -> tuple[int, bool]:
     """Lock the file at ``path``; its descriptor, and whether it was made for this."""
     deadline = time.monotonic() + wait_seconds
@@ -175,11 +203,7 @@ def _open(path: str) -> tuple[int, bool]:
         except FileExistsError:
             return os.open(path, flags, 0o666), False
     except IsADirectoryError as error:
-        raise CheckpointError(
-            f"{path} is a folder; a run keeps the lock of its output_dir in a file of that name. "
-            "Move it away, or choose another output_dir.",
-            path=path,
-        ) from error
+        raise _is_folder(path) from error
 
 
 def _is_at(fd: int, path: str) -> bool:
@@ -200,6 +224,26 @@ def _read(fd: int) -> Mapping[str, Any]:
     except ValueError:
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def _read_ours(fd: int, path: str) -> Mapping[str, Any]:
+    """What a run wrote; somebody's own file is refused."""
+    holder = _read(fd)
+    if "run_id" not in holder and _content(fd).strip(_NOTHING):
+        raise CheckpointError(
+            f"{path} isn't a lock that Legato wrote; a run keeps its own in a file of that name. "
+            "Move it away, or choose another output_dir.",
+            path=path,
+        )
+    return holder
+
+
+def _is_folder(path: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is a folder; a run keeps the lock of its output_dir in a file of that name. "
+        "Move it away, or choose another output_dir.",
+        path=path,
+    )
 
 
 def _locked(path: str, holder: Mapping[str, Any]) -> OutputDirLockedError:

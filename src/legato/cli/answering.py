@@ -14,30 +14,37 @@ from legato.errors import UsageError
 Folder = Annotated[
     str,
     typer.Argument(
-        help="A step folder, a run's `latest`, an adapter, any Hugging Face folder, a hub id."
+        metavar="MODEL",
+        help="A step folder such as out/my/latest, an adapter, any Hugging Face folder, a hub id.",
     ),
 ]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")]
+MaxNewTokens = Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of an answer at most.")]
 Temperature = Annotated[
-    float, typer.Option(min=0.0, help="0: the most probable token; above: samples.")
+    float,
+    typer.Option(metavar="NUMBER", min=0.0, help="0: the most probable token; above: samples."),
 ]
-Seed = Annotated[int, typer.Option(help="Seed of the samples.")]
+Seed = Annotated[int, typer.Option(metavar="N", help="Seed of the samples.")]
 ChatTemplate = Annotated[
     str,
     typer.Option(
+        metavar="NAME|FILE",
         help="auto (the folder's own; the packaged alpaca where it has none), alpaca, chatml, "
-        "or a Jinja file."
+        "or a Jinja file.",
     ),
 ]
 TemplateKwargs = Annotated[
     list[str] | None,
     typer.Option(
         "--chat-template-kwargs",
+        metavar="KEY=VALUE",
         help="KEY=VALUE or JSON, for the template; without it those that training used.",
     ),
 ]
-Dtype = Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; the files' own where absent.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
+Dtype = Annotated[
+    str | None,
+    typer.Option(metavar="DTYPE", help="bf16, fp16 or fp32; the files' own where absent."),
+]
+Device = Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu, cuda, cuda:N or mps.")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that lies in the model's folder.")
 ]

@@ -14,13 +14,17 @@ if TYPE_CHECKING:
     from legato.config.load import LoadedConfig
 
 ConfigOption = Annotated[
-    str, typer.Option(help="A name as `legato ls` shows it, or a file.", show_default=False)
+    str,
+    typer.Option(
+        metavar="NAME|FILE", help="A name as `legato ls` shows it, or a file.", show_default=False
+    ),
 ]
 ConfigWords = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="CONFIG [KEY=VALUE | ~KEY]",
-        help="The config, if --config doesn't say it; changes to it.",
+        help="The config, if --config doesn't say it; keys of it to set (epochs=5) or to take out "
+        "('~max_steps').",
     ),
 ]
 
@@ -41,8 +45,8 @@ def split_words(words: Sequence[str]) -> tuple[str | None, list[str]]:
     recipe: str | None = None
     overrides: list[str] = []
     for word in words:
-        if word.startswith("--"):
-            raise UsageError(f"{word}: no such option. Keys of a config are given as key=value")
+        if word.startswith("-"):
+            raise UsageError(_no_such_option(word))
         if "=" in word or word.startswith("~"):
             overrides.append(word)
         elif recipe is None:
@@ -50,6 +54,26 @@ def split_words(words: Sequence[str]) -> tuple[str | None, list[str]]:
         else:
             raise UsageError(f"{word}: expected key=value or ~key; the recipe is {recipe} already")
     return recipe, overrides
+
+
+def _is_key(name: str) -> bool:
+    from legato.config.aliases import ALIASES
+    from legato.config.schema import RunConfig
+
+    return name.partition(".")[0] in {*ALIASES, *RunConfig.model_fields}
+
+
+def _no_such_option(word: str) -> str:
+    from legato.config.explain import did_you_mean
+    from legato.parallel.launch import OPTIONS
+
+    name, _, value = word.partition("=")
+    key = name.lstrip("-").replace("-", "_")
+    if _is_key(key):
+        return f"{word}: a key of the config is given without dashes: {key}={value or 'VALUE'}"
+    options = ["--config", "--start-over", "--accept-changes", "--full", "--debug", *OPTIONS]
+    near = did_you_mean(name.replace("_", "-"), options)
+    return f"{word}: no such option{near or '. Keys of a config are given as key=value'}"
 
 
 def take_config(config: str, words: Sequence[str], *, verb: str) -> tuple[str, list[str]]:
@@ -79,6 +103,8 @@ def take_config(config: str, words: Sequence[str], *, verb: str) -> tuple[str, l
 def _refuse_spaces(words: Sequence[str]) -> None:
     """``epochs = 5`` reaches us as three words."""
     for before, word, after in zip(["", *words], words, [*words[1:], ""], strict=False):
+        if word.startswith("=") and not before:
+            continue
         if word.startswith("="):
             meant = [before, word, after if word == "=" else ""]
         elif word.endswith("=") and after and "=" not in after and not after.startswith("~"):
@@ -103,11 +129,16 @@ def read_config(config: str, words: Sequence[str]) -> LoadedConfig:
         UsageError: An unknown recipe, or words that fit nowhere.
         ConfigError: Everything that is wrong in the config.
     """
+    from legato.config.aliases import RECIPE_ADVICE
     from legato.config.load import load_config
     from legato.config.schema import RECIPES
 
     recipe, overrides = split_words(words)
     if recipe is not None and recipe not in RECIPES:
+        if _is_key(recipe):
+            raise UsageError(f"{recipe}: its value is missing: {recipe}=VALUE")
+        if recipe in RECIPE_ADVICE:
+            raise UsageError(f"{recipe}: no such recipe. {RECIPE_ADVICE[recipe]}")
         near = difflib.get_close_matches(recipe, RECIPES, n=1, cutoff=0.5)
         hint = f" Did you mean {near[0]}?" if near else f" There are: {', '.join(RECIPES)}"
         raise UsageError(f"{recipe}: no such recipe.{hint}")

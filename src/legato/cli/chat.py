@@ -33,10 +33,16 @@ Answer = Callable[[list[dict[str, str]], Callable[[str], None]], str]
 def chat(
     folder: Folder,
     question: Annotated[
-        str | None, typer.Option("--ask", help="One question instead of a chat; - reads it all.")
+        str | None,
+        typer.Option(
+            "--ask",
+            metavar="QUESTION",
+            help="Answer one question and end; - reads it from standard input.",
+        ),
     ] = None,
     system: Annotated[
-        str | None, typer.Option(help="The system message, where the template has one.")
+        str | None,
+        typer.Option(metavar="TEXT", help="The system message, where the template has one."),
     ] = None,
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = 0.0,

@@ -40,7 +40,7 @@ def pin(steps: StepsArgument, as_json: AsJson = False) -> None:
 
 
 def unpin(steps: StepsArgument, as_json: AsJson = False) -> None:
-    """Let the run's keep_ keys decide again."""
+    """Take a pin back: the run's keep_ keys decide again."""
     from legato.checkpoint.manifest import PIN_NAME
 
     opened = [open_step(path) for path in steps]
@@ -53,7 +53,7 @@ def unpin(steps: StepsArgument, as_json: AsJson = False) -> None:
 
 def remove(
     steps: StepsArgument,
-    yes: Annotated[bool, typer.Option("-y", "--yes", help="Don't ask.")] = False,
+    yes: Annotated[bool, typer.Option("-y", "--yes", help="Delete without asking.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Delete checkpoints. Not while a run is using their folder, and not pinned ones."""
@@ -78,7 +78,9 @@ def remove(
 
 def prune(
     run: RunArgument,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would happen.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would happen; delete nothing.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Apply the keep_ keys of the run's config now."""

@@ -17,7 +17,7 @@ StepArgument = Annotated[
     Path, typer.Argument(metavar="STEP", help="A step folder, or its link latest or best.")
 ]
 StepsArgument = Annotated[
-    list[Path], typer.Argument(metavar="STEP...", help="Step folders, or links to them.")
+    list[Path], typer.Argument(metavar="STEP", help="Step folders, or the links latest and best.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -27,6 +27,13 @@ _STEP = re.compile(r"step_[0-9]+")
 def is_step(path: Path) -> bool:
     """Whether ``path`` is a step's folder, by its name or by what is in it."""
     return bool(_STEP.fullmatch(path.resolve().name)) or (path / "manifest.json").is_file()
+
+
+def _why_none(path: Path) -> str:
+    found = "a file" if path.exists() else "nothing"
+    steps = sorted(int(p.name[5:]) for p in path.parent.glob("step_*") if _STEP.fullmatch(p.name))
+    newest = f". The newest step there is step_{steps[-1]}" if steps else ""
+    return f"{path}: expected a folder, found {found}{newest}"
 
 
 def open_run(path: Path) -> RunFolder:
@@ -47,7 +54,7 @@ def open_run(path: Path) -> RunFolder:
     from legato.storage.local import LocalStorage
 
     if not path.is_dir():
-        raise CheckpointNotFoundError(f"{path}: no such folder", path=str(path))
+        raise CheckpointNotFoundError(_why_none(path), path=str(path))
     if is_step(path):
         raise UsageError(
             f"{path} is one step; expected a run's output_dir, {path.resolve().parent}"
@@ -74,7 +81,7 @@ def open_step(path: Path) -> tuple[RunFolder, StepInfo]:
     from legato.storage.local import LocalStorage
 
     if not path.is_dir():
-        raise CheckpointNotFoundError(f"{path}: no such folder", path=str(path))
+        raise CheckpointNotFoundError(_why_none(path), path=str(path))
     if not is_step(path):
         raise UsageError(f"{path}: expected a step folder such as {path / 'latest'}")
     place = path.resolve()

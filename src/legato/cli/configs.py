@@ -33,7 +33,9 @@ def list_configs(
 
 
 def show_config(
-    config: Annotated[str, typer.Argument(help="A name as `legato ls` shows it, or a file.")],
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="A name as `legato ls` shows it, or a file.")
+    ],
 ) -> None:
     """Print a config."""
     from legato.config import catalog
@@ -43,9 +45,14 @@ def show_config(
 
 def copy_config(
     config: Annotated[
-        str, typer.Argument(help="A config or recipe as `legato ls` shows it, or a file.")
+        str,
+        typer.Argument(
+            metavar="CONFIG|RECIPE", help="A config or recipe as `legato ls` shows it, or a file."
+        ),
     ],
-    destination: Annotated[Path, typer.Argument(help="The new file, or a folder to put it in.")],
+    destination: Annotated[
+        Path, typer.Argument(metavar="DESTINATION", help="The new file, or a folder to put it in.")
+    ],
     no_clobber: Annotated[
         bool, typer.Option("-n", "--no-clobber", help="Leave a file that is there, say so, exit 0.")
     ] = False,

@@ -30,7 +30,10 @@ def show(
     words: ConfigWords = None,
     config: ConfigOption = "",
     count: Annotated[
-        int, typer.Option("-n", help="Samples to show, the first that a run trains on.", min=0)
+        int,
+        typer.Option(
+            "-n", metavar="N", help="Samples to show, the first that a run trains on.", min=0
+        ),
     ] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

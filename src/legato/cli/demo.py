@@ -10,15 +10,23 @@ import typer
 
 def demo(
     folder: Annotated[
-        Path, typer.Option("--dir", help="Where everything that it makes goes.")
+        Path, typer.Option("--dir", metavar="DIR", help="Where everything that it makes goes.")
     ] = Path("out/demo"),
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to train for.")] = 24,
+    steps: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Optimizer steps to train for.")
+    ] = 24,
     model: Annotated[
         Path | None,
-        typer.Option(help="A model folder to use; SmolLM2-135M-Instruct is downloaded if absent."),
+        typer.Option(
+            metavar="DIR",
+            help="A model folder to use; SmolLM2-135M-Instruct is downloaded if absent.",
+        ),
     ] = None,
     question: Annotated[
-        str | None, typer.Option("--ask", help="Let the demo's newest checkpoint answer an order.")
+        str | None,
+        typer.Option(
+            "--ask", metavar="ORDER", help="Let the demo's newest checkpoint answer an order."
+        ),
     ] = None,
 ) -> None:
     """Teach SmolLM2-135M to turn a plain order into JSON.

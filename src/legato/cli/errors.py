@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import typer
 
@@ -60,9 +61,11 @@ def _end(error: BaseException) -> int:
     if isinstance(error, LegatoError):
         _say(_message(error))
         return error.exit_code
-    format_message = getattr(error, "format_message", None)
-    if format_message is not None:  # the command line doesn't fit the verb's options
-        _say(format_message())
+    if hasattr(error, "format_message"):  # the command line doesn't fit the verb's options
+        if type(error).__name__ == "NoArgsIsHelpError":  # the message is the help
+            sys.stderr.write(f"{error}\n")
+        else:
+            _say(_misfit(error))
         return int(getattr(error, "exit_code", 2))
     if isinstance(error, OSError) and error.filename is not None:
         _say(f"{error.filename}: {error.strerror}")
@@ -72,6 +75,22 @@ def _end(error: BaseException) -> int:
         return 1
     _say(f"{type(error).__name__}: {error}\nThis is a fault in Legato; --debug shows where.")
     return 1
+
+
+def _misfit(error: Any) -> str:
+    """What doesn't fit in the words of our own errors, and where the right form is told."""
+    message = error.format_message()
+    details = getattr(error.__cause__, "errors", list)()
+    if details:  # pydantic's, of which typer shows the text alone
+        from legato.config.explain import expected_and_found
+
+        option = max(error.param.opts, key=len)
+        message = f"{option}: {expected_and_found(details[0])}."
+    context = getattr(error, "ctx", None)
+    if context is None:
+        return str(message)
+    end = "" if message.endswith((".", "?")) else "."
+    return f"{message}{end} `{context.command_path} --help` shows the form"
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -25,23 +25,27 @@ def evaluate(
     tasks: Annotated[
         str,
         typer.Option(
+            metavar="NAMES",
             help="lm-eval's names, parted by commas; truthfulqa_mc2_local needs no hub.",
         ),
     ],
     limit: Annotated[
-        int | None, typer.Option(min=1, help="The first N questions of each task only.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="The first N questions of each task only."),
     ] = None,
     truthfulqa_csv: Annotated[
-        Path | None, typer.Option(help="TruthfulQA.csv, for truthfulqa_mc2_local.")
+        Path | None, typer.Option(metavar="FILE", help="TruthfulQA.csv, for truthfulqa_mc2_local.")
     ] = None,
     num_fewshot: Annotated[
-        int | None, typer.Option(min=0, help="Solved examples before each question.")
+        int | None, typer.Option(metavar="N", min=0, help="Solved examples before each question.")
     ] = None,
     apply_chat_template: Annotated[
         bool, typer.Option("--apply-chat-template", help="Ask through the chat template.")
     ] = False,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 8,
-    output: Annotated[Path | None, typer.Option(help="Write the figures as JSON too.")] = None,
+    batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Sequences at a time.")] = 8,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the figures as JSON too.")
+    ] = None,
     dtype: Dtype = None,
     device: Device = "auto",
     trust_remote_code: TrustRemoteCode = False,

@@ -17,14 +17,25 @@ def _export() -> None:
 
 @app.command("gguf")
 def gguf(
-    folder: Annotated[str, typer.Argument(help="A step folder of full training, a merged folder.")],
-    output: Annotated[Path, typer.Option(help="The file to make, such as my-model.gguf.")],
+    folder: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A step folder of full training, or what `legato merge` made."
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option(metavar="FILE", help="The file to make, such as my-model.gguf.")
+    ],
     dtype: Annotated[
-        str | None, typer.Option(help="bf16, f16 or f32; the folder's own where absent.")
+        str | None,
+        typer.Option(metavar="DTYPE", help="bf16, f16 or f32; the folder's own where absent."),
     ] = None,
     converter: Annotated[
         Path | None,
-        typer.Option(help="llama.cpp's convert_hf_to_gguf.py; looked for on the PATH if absent."),
+        typer.Option(
+            metavar="FILE",
+            help="llama.cpp's convert_hf_to_gguf.py; looked for on the PATH if absent.",
+        ),
     ] = None,
 ) -> None:
     """Write one GGUF file for llama.cpp, read it back and compare."""

@@ -34,26 +34,43 @@ def generate(
     folder: Folder,
     prompts: Annotated[
         str,
-        typer.Option(help="A .txt with a prompt a line, or a data file: its rows' prompts."),
+        typer.Option(
+            metavar="FILE",
+            help="A .txt with one prompt a line, or a data file, whose answers are left out.",
+        ),
     ],
     output: Annotated[
         Path,
         typer.Option(
-            help="The jsonl to write: sample_id, prompt, answer and finish_reason of each row."
+            metavar="FILE",
+            help="The jsonl to write: sample_id, prompt, answer and finish_reason of each row.",
         ),
     ],
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts at a time.")] = 8,
+    batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Prompts at a time.")] = 8,
     type: Annotated[
-        str | None, typer.Option(help="The rows' format, where the columns don't say it.")
+        str | None,
+        typer.Option(
+            metavar="FORMAT",
+            help="Format of the rows, such as messages, where their columns don't tell it.",
+        ),
     ] = None,
     columns: Annotated[
         list[str] | None,
-        typer.Option(help="OURS=THEIRS: a column by another name, such as prompt=question."),
+        typer.Option(
+            metavar="OURS=THEIRS",
+            help="OURS=THEIRS: a column by another name, such as prompt=question.",
+        ),
     ] = None,
     split: Annotated[
-        str | None, typer.Option(help="Of a data set on the hub, or a folder laid out so.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The split to read, of a data set on the hub or a folder that has some.",
+        ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Answer the first N only.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Answer the first N only.")
+    ] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue texts as they stand, without a chat template.")
     ] = False,

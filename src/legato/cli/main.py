@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from legato.cli.errors import run_app
+from legato.cli.examples import epilog
 from legato.cli.logs import choose_level
 
 VERBS: dict[str, str] = {
@@ -40,26 +42,42 @@ VERBS: dict[str, str] = {
 # Words that aren't our options go to the verb: key=value, ~key, and the options of torchrun.
 _TAKES_ANY_OPTION = frozenset({"run"})
 
+_HELP_COLUMNS = 100
+
+
+class _InOrder(TyperGroup):
+    """Lists verbs as `VERBS` does; typer lists groups of them last."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [name for name in VERBS if name in self.commands]
+
 
 def build_app(verb: str | None = None) -> typer.Typer:
     """The app with one verb, or with all of them."""
     app = typer.Typer(
+        cls=_InOrder,
         name="legato",
+        epilog=epilog(""),
         no_args_is_help=True,
         add_completion=False,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings={
+            "help_option_names": ["-h", "--help"],
+            "max_content_width": _HELP_COLUMNS,
+        },
     )
     app.callback()(_global_options)
     for name in [verb] if verb in VERBS else VERBS:
         module, _, attribute = VERBS[str(name)].partition(":")
         target: Any = getattr(importlib.import_module(module), attribute)
         if isinstance(target, typer.Typer):
+            for inner in target.registered_commands:
+                inner.epilog = epilog(f"{name} {inner.name}")
             app.add_typer(target, name=name)
         else:
             settings = {"ignore_unknown_options": name in _TAKES_ANY_OPTION}
-            app.command(name, context_settings=settings)(target)
+            app.command(name, context_settings=settings, epilog=epilog(str(name)))(target)
     return app
 
 

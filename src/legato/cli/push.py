@@ -9,19 +9,30 @@ import typer
 
 def push(
     folder: Annotated[
-        str, typer.Argument(help="A step folder, a merged folder, an adapter, any model folder.")
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A step folder, or any other folder with a model or an adapter."
+        ),
     ],
-    hub_id: Annotated[str, typer.Argument(help="owner/name on the hub.")],
+    hub_id: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="owner/name on the hub.")],
     base_model: Annotated[
-        str | None, typer.Option(help="Hub id of the base, where the folder doesn't know it.")
+        str | None,
+        typer.Option(
+            metavar="ORG/NAME", help="Hub id of the base, where the folder doesn't know it."
+        ),
     ] = None,
     licence: Annotated[
-        str | None, typer.Option("--license", help="The hub's name of the licence: apache-2.0.")
+        str | None,
+        typer.Option(
+            "--license", metavar="NAME", help="The licence as the hub calls it, such as apache-2.0."
+        ),
     ] = None,
     private: Annotated[
         bool, typer.Option("--private", help="Make a new repository private.")
     ] = False,
-    revision: Annotated[str | None, typer.Option(help="A branch to commit to.")] = None,
+    revision: Annotated[
+        str | None, typer.Option(metavar="BRANCH", help="A branch to commit to.")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the files and the card; send nothing.")
     ] = False,

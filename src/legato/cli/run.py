@@ -23,22 +23,33 @@ def run(
         list[str] | None,
         typer.Argument(
             metavar="RECIPE | SCRIPT.py | KEY=VALUE | ~KEY | TORCHRUN OPTION",
-            help="The recipe, where the config doesn't name it; changes to the config. Options of "
-            "torchrun (--nproc-per-node 8, --nnodes, --rdzv-endpoint, --max-restarts, ...) start "
-            "several processes of a _distributed recipe.",
+            help="The recipe, where the config names none, or a script of your own; keys of the "
+            "config to set (epochs=5) or to take out ('~max_steps'). Options of torchrun "
+            "(--nproc-per-node 8, --nnodes, --rdzv-endpoint, --max-restarts, ...) start several "
+            "processes of a _distributed recipe: docs/distributed.md.",
         ),
     ] = None,
     config: ConfigOption = "",
     start_over: Annotated[
         bool,
-        typer.Option("--start-over", help="Move steps that are in the way aside; delete nothing."),
+        typer.Option(
+            "--start-over",
+            help="Move the steps that this run would meet into output_dir/.old-<time>/ and begin; "
+            "nothing is deleted.",
+        ),
     ] = False,
     accept_changes: Annotated[
         bool,
-        typer.Option("--accept-changes", help="Resume although config, model or data changed."),
+        typer.Option(
+            "--accept-changes",
+            help="Go on although the config, the model or the data isn't what it was.",
+        ),
     ] = False,
 ) -> None:
-    """Train, or go on where the same command was stopped."""
+    """Train, or go on where the same command was stopped.
+
+    Every key of the config is in docs/config.md. Ctrl-C saves and stops; so does SIGTERM.
+    """
     from legato.errors import UsageError
     from legato.parallel.launch import split_options
     from legato.parallel.terminal import outlive_readers
@@ -53,7 +64,10 @@ def run(
     if not config:
         if words and words[0].endswith((".yaml", ".yml")):
             raise UsageError(f"a config is given as: legato run --config {words[0]}")
-        raise UsageError("--config is missing. `legato ls` shows what there is")
+        raise UsageError(
+            "the config is missing. Say: legato run --config CONFIG [key=value ...]. `legato ls` "
+            "shows what there is"
+        )
     _run_recipe(config, words, options, start_over=start_over, accept_changes=accept_changes)
 
 

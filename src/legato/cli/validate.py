@@ -17,14 +17,12 @@ CHECKED = (
     "checked: keys, values, combinations, and that paths are there. Data and model weren't read: "
     "--full does all that a run does before step 1"
 )
-CHECKED_ALL = (
-    "checked: all that a new run does before step 1, with model, data, memory and disk; what "
-    "output_dir holds already wasn't looked at"
-)
+CHECKED_ALL = "checked: all that a run does before its first step, resuming included"
 
 if TYPE_CHECKING:
     from legato.config.load import LoadedConfig
     from legato.config.rules import Problem
+    from legato.config.schema import RunConfig
 
 
 def validate(
@@ -32,12 +30,17 @@ def validate(
     config: ConfigOption = "",
     full: Annotated[
         bool,
-        typer.Option(help="Do all that a run does before step 1: model, data, memory, disk."),
+        typer.Option(
+            "--full",
+            help="Do all that a run does before its first step, and write nothing: model, data, "
+            "memory, disk, and what output_dir holds to resume from.",
+        ),
     ] = False,
 ) -> None:
     """Check a config, and tell every mistake in it at once.
 
-    Keys, values, combinations, and whether paths are there; with --full model and data as well.
+    Keys, values, combinations, and whether paths are there: in less than a second. With --full
+    also how `legato run` would begin: from which step, and what has changed since.
     """
     from legato.cli.arguments import read_config, take_config
     from legato.errors import ConfigError
@@ -57,6 +60,23 @@ def validate(
     sources = ", ".join(dataset.path for dataset in run.datasets)
     typer.echo(f"{config} is valid: {run.recipe} of {run.model} on {sources} into {run.output_dir}")
     typer.echo(CHECKED_ALL if full else CHECKED)
+    for line in () if full else taken_for_hub_names(run):
+        typer.echo(line)
+
+
+def taken_for_hub_names(config: RunConfig) -> Iterator[str]:
+    """What isn't on this machine and may be on the hub, or a slip of the pen: nobody has looked."""
+    places = {"model": (config.model, _is_on_this_machine(config.model), "folder")}
+    for key in ("datasets", "eval_datasets"):
+        for index, dataset in enumerate(getattr(config, key)):
+            is_here = glob.has_magic(dataset.path) or Path(dataset.path).expanduser().exists()
+            places[f"{key}.{index}.path"] = (dataset.path, is_here, "file or folder")
+    for key, (name, is_here, what) in places.items():
+        if not is_here:
+            yield (
+                f"{key}: {name} is no {what} here, so it is taken for a name on the hub; nobody "
+                "has looked there, --full does"
+            )
 
 
 def local_problems(loaded: LoadedConfig) -> Iterator[Problem]:

@@ -32,11 +32,14 @@ ALIASES: dict[str, tuple[str, ...]] = {
 }
 """Spelling -> our key."""
 
-ADVICE: dict[str, str] = {
-    # torchtune
+TORCHTUNE_ADVICE: dict[str, str] = {
     "tokenizer": "the tokenizer comes with `model`; its max_seq_len is the key max_seq_len",
     "checkpointer": "the folder to read is `model`, the one to write is `output_dir`",
     "checkpoint_dir": "Legato's key is `model`",
+    "checkpoint_files": "`model` is a folder, whose index names its files",
+    "recipe_checkpoint": "Legato's key is `resume_from_checkpoint`; torchtune's state isn't read",
+    "adapter_checkpoint": "Legato's key is `resume_from_checkpoint`; torchtune's state isn't read",
+    "model_type": "config.json of `model` says it",
     "dataset_val": "Legato's key is `eval_datasets`",
     "loss": "Legato always uses the token-mean cross-entropy",
     "shuffle": "rows are always shuffled, in an order made from `seed`",
@@ -45,6 +48,7 @@ ADVICE: dict[str, str] = {
     "log_level": "give --debug on the command line",
     "log_peak_memory_stats": "memory is always logged",
     "profiler": "Legato has no profiler key",
+    "log_dir": "Legato's key is `output_dir`",
     "fused": "AdamW is fused wherever the device can",
     "packed": "Legato's key is `packing`",
     "train_on_input": "Legato's key is `train_on_inputs`",
@@ -52,6 +56,25 @@ ADVICE: dict[str, str] = {
     "apply_lora_to_mlp": "Legato's key is `lora_target_modules`",
     "apply_lora_to_output": "Legato's key is `lora_target_modules`",
     "save_adapter_weights_only": "LoRA recipes always save the adapter alone",
+    "fsdp_cpu_offload": "Legato's key is `cpu_offload`",
+    "fsdp_reshard_after_forward": "Legato's key is `reshard_after_forward`",
+    "custom_sharded_layers": "every block, the embedding and the head are sharded",
+    "data_parallel_shard_dim": "Legato's key is `dp_shard`",
+    "data_parallel_replicate_dim": "Legato's key is `dp_replicate`",
+    "tensor_parallel_dim": "Legato has FSDP2 and no tensor parallelism",
+    "tensor_parallel_plan": "Legato has FSDP2 and no tensor parallelism",
+    "context_parallel_dim": "Legato has FSDP2 and no context parallelism",
+    "enable_fp8_training": "Legato trains in bf16 or fp32: `dtype`",
+    "enable_dcp": "every save is written by all ranks",
+    "ac_mode": "Legato's key is `enable_activation_checkpointing`: true, or every n-th block",
+    "ac_option": "Legato's key is `enable_activation_checkpointing`: true, or every n-th block",
+    "mixed_precision": "Legato trains in bf16 or fp32: `dtype`",
+    "quantizer": "Legato's key is `quantize_base`; it has no quantization-aware training",
+    "resize_token_embeddings": "new tokens are added to the folder of `model` first",
+}
+"""Keys of torchtune that aren't ours under any spelling, and what to do instead."""
+
+ADVICE = TORCHTUNE_ADVICE | {
     # transformers, TRL, Axolotl, LLaMA-Factory
     "base_model": "Legato's key is `model`",
     "bf16": "Legato's key is `dtype`, bf16 or fp32",
@@ -93,6 +116,28 @@ VALUE_ADVICE: dict[str, dict[str, str]] = {
     "metric_for_best_model": {"loss": "Legato's name is eval_loss, or train_loss without data"},
 }
 """Key -> values of other trainers, or well-known ones that aren't offered, and what to do."""
+
+_NO_PREFERENCES = (
+    "Legato has no preference or reinforcement training. TRL has, with Legato's checkpoints: "
+    "docs/trainer.md"
+)
+_NO_DISTILLATION = "Legato has no distillation"
+_NO_QAT = "Legato has no quantization-aware training"
+RECIPE_ADVICE: dict[str, str] = {
+    "lora_dpo_single_device": _NO_PREFERENCES,
+    "lora_dpo_distributed": _NO_PREFERENCES,
+    "full_dpo_distributed": _NO_PREFERENCES,
+    "ppo_full_finetune_single_device": _NO_PREFERENCES,
+    "knowledge_distillation_single_device": _NO_DISTILLATION,
+    "knowledge_distillation_distributed": _NO_DISTILLATION,
+    "qat_single_device": _NO_QAT,
+    "qat_distributed": _NO_QAT,
+    "qat_lora_finetune_distributed": _NO_QAT,
+    "eleuther_eval": "that is `legato eval FOLDER --tasks NAMES`",
+    "generate": "that is `legato generate FOLDER --prompts FILE --output FILE`, or `legato chat`",
+    "quantize": "Legato quantizes no checkpoint; `legato export gguf` writes what llama.cpp can",
+}
+"""Recipes of torchtune that Legato hasn't, and what to do instead."""
 
 COMPONENT = "_component_"
 COMPONENT_ADVICE: dict[str, str] = {

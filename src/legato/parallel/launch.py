@@ -73,6 +73,9 @@ _WITH_VALUE = frozenset(
     }
 )
 _FLAGS = frozenset({"standalone", "virtual-local-rank"})
+OPTIONS = tuple(f"--{name}" for name in sorted(_WITH_VALUE | _FLAGS))
+"""torchrun's options, as `legato run` takes them."""
+
 _SHORT = {"-r": "redirects", "-t": "tee"}
 _OURS = {
     "signals-to-handle": "legato run passes SIGTERM, SIGINT, SIGHUP and SIGUSR1 on by itself",
@@ -162,9 +165,15 @@ def plan_launch(
         raise UsageError(lines[-1].partition("error: ")[2] or lines[-1]) from error
     try:
         min_hosts, max_hosts = parse_min_max_nnodes(arguments.nnodes)
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(f"--nnodes={arguments.nnodes}: expected a number of hosts") from error
+    try:
         per_host = determine_local_world_size(arguments.nproc_per_node)
     except (ValueError, RuntimeError) as error:
-        raise UsageError(f"--nnodes, --nproc-per-node: {error}") from error
+        raise UsageError(
+            f"--nproc-per-node={arguments.nproc_per_node}: expected a number of processes, or "
+            f"gpu, cpu, auto: one for each. torch says: {first_line(error)}"
+        ) from error
     if min_hosts != max_hosts:
         raise UsageError(
             f"--nnodes={arguments.nnodes}: a range isn't taken: after a host has joined or left, "

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from legato.recipes.methods import METHODS, Trained, full, lora
-    from legato.recipes.runs import RunResult, preflight, run
+    from legato.recipes.rehearsal import preflight
+    from legato.recipes.runs import RunResult, run
 
 __all__ = ["METHODS", "RunResult", "Trained", "full", "lora", "preflight", "run"]
 
-_OF_RUNS = ("RunResult", "preflight", "run")
+_HOMES = {"RunResult": "runs", "preflight": "rehearsal", "run": "runs"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'legato.recipes' has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{'runs' if name in _OF_RUNS else 'methods'}"), name)
+    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'methods')}"), name)

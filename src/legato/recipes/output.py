@@ -41,7 +41,7 @@ def output_folder(config: RunConfig, *, config_name: str, world: World) -> Itera
         PeerLostError: Rank 0 has refused it.
     """
     folder = Path(config.output_dir)
-    world.on_rank_0(lambda: _refuse_others_files(folder, config_name))
+    world.on_rank_0(lambda: refuse_others_files(folder, config_name))
     absent = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         if config.shared_storage:
@@ -80,7 +80,17 @@ def open_metrics(
         return MetricsLog(path, loggers=loggers, is_ours=is_ours)
 
 
-def _refuse_others_files(folder: Path, config_name: str) -> None:
+def refuse_others_files(folder: Path, config_name: str) -> None:
+    """See that nothing of somebody else's lies where a run writes a file.
+
+    Args:
+        folder: The run's output_dir; may be absent.
+        config_name: What the run is called.
+
+    Raises:
+        ConfigError: A folder, or a config of the user's own, lies there.
+        CheckpointWriteError: What lies there can't be read.
+    """
     resolved = folder / f"{config_name}.yaml"
     taken = [path for path in (folder / METRICS_NAME, resolved) if path.is_dir()]
     problems = [f"output_dir: {path} is a folder, a run writes a file there" for path in taken]

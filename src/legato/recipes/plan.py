@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from datetime import date
 from functools import partial
 from typing import Any
 
 from legato.checkpoint import Checkpointer, Committed
+from legato.checkpoint.foresight import Foresight
 from legato.config.resume import diff_on_resume
 from legato.config.schema import RunConfig
 from legato.data.loader import Loader
 from legato.data.stream import StreamLoader
 from legato.errors import ResumeError
 from legato.optim.schedule import learning_rate
+from legato.parallel.world import World
 from legato.recipes.inputs import judged_by_contents
 from legato.recipes.policies import planned_saves
-from legato.train.state import TrainState
+from legato.train.state import TrainState, process_facts
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +56,40 @@ def stored_global_batch(facts: Mapping[str, Any]) -> int:
     return int(facts.get("global_batch_size", rows))
 
 
-def read_state(checkpointer: Checkpointer, source: Committed) -> dict[str, Any]:
+def begin_state(
+    config: RunConfig, opened: Checkpointer | Foresight, *, world: World, accept_changes: bool
+) -> TrainState:
+    """Collective: the state that a run begins with; a resumed one's config is held against it.
+
+    Args:
+        config: The run.
+        opened: Says which step it goes on from.
+        world: The ranks.
+        accept_changes: Only warn of what a run shouldn't change.
+
+    Returns:
+        A new state, or that of the step.
+
+    Raises:
+        ResumeError: The step holds none, or a field changed that a run can't change.
+    """
+    state = TrainState(
+        facts={"start_date": world.control.broadcast(date.today().isoformat())},
+        process=process_facts(world.device),
+    )
+    if opened.source is not None:
+        stored = read_state(opened, opened.source)
+        state.load_state_dict(stored)
+        say_new_process(stored.get("process", {}), state)
+        check_changes(state, config, world_size=world.world_size, accept=accept_changes)
+    return state
+
+
+def read_state(opened: Checkpointer | Foresight, source: Committed) -> dict[str, Any]:
     """What the run knew at ``source``.
 
     Args:
-        checkpointer: The open run.
+        opened: The run.
         source: The step to resume from.
 
     Returns:
@@ -66,7 +98,7 @@ def read_state(checkpointer: Checkpointer, source: Committed) -> dict[str, Any]:
     Raises:
         ResumeError: The step holds no training state; ``.path``.
     """
-    if stored := checkpointer.read_trainer_state(source):
+    if stored := opened.read_trainer_state(source):
         return stored
     raise ResumeError(
         f"{source.path} holds a model and no training state (it was saved with save_only_model, or "
@@ -145,6 +177,12 @@ def plan_total_steps(config: RunConfig, loader: Loader | StreamLoader) -> int:
         by_epochs = loader.last_step_of(config.epochs)
     limits = [limit for limit in (by_epochs, config.max_steps) if limit is not None]
     return min(limits)
+
+
+def plan_last_step(config: RunConfig, *, total_steps: int) -> int:
+    """The step that this process ends at: the run's last one, or ``stop_after_step``."""
+    stop = config.stop_after_step
+    return total_steps if stop is None else min(total_steps, stop)
 
 
 def rate_of(config: Mapping[str, Any], *, total_steps: int) -> partial[float]:

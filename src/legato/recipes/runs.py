@@ -7,12 +7,9 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 
 from legato.checkpoint import Checkpointer, SaveRecord
-from legato.checkpoint.parts import sort_parts
-from legato.checkpoint.space import checkpoint_bytes, refuse_full_disk
 from legato.config.rules import check_processes, is_distributed
 from legato.config.schema import RunConfig
 from legato.data.dealing import BatchSource
@@ -26,19 +23,17 @@ from legato.parallel.world import World
 from legato.recipes.data import RunData, open_run_data
 from legato.recipes.facts import introduce, start_facts
 from legato.recipes.inputs import check_inputs
-from legato.recipes.memory import check_memory, estimate_memory, free_memory
 from legato.recipes.output import open_metrics, output_folder, write_config
 from legato.recipes.parts import RunParts, build_parts, watched_metric
 from legato.recipes.plan import (
-    check_changes,
+    begin_state,
     nothing_left,
     num_saves,
     plan_global_batch,
+    plan_last_step,
     plan_total_steps,
     rate_of,
-    read_state,
     say_new_batch,
-    say_new_process,
     say_new_rate,
 )
 from legato.recipes.policies import keep_policy, save_policy, step_set
@@ -52,7 +47,7 @@ from legato.report.metrics import MetricsLog
 from legato.report.progress import Progress
 from legato.report.report import RunReport, SilentReport
 from legato.report.start import StartFacts
-from legato.train.state import TrainState, process_facts
+from legato.train.state import TrainState
 from legato.train.trainer import Intervals, Reporter, Trainer
 
 logger = logging.getLogger(__name__)
@@ -143,15 +138,7 @@ def _run(
     accept_changes: bool,
     world: World,
 ) -> RunResult:
-    state = TrainState(
-        facts={"start_date": world.control.broadcast(date.today().isoformat())},
-        process=process_facts(world.device),
-    )
-    if checkpointer.source is not None:
-        stored = read_state(checkpointer, checkpointer.source)
-        state.load_state_dict(stored)
-        say_new_process(stored.get("process", {}), state)
-        check_changes(state, config, world_size=world.world_size, accept=accept_changes)
+    state = begin_state(config, checkpointer, world=world, accept_changes=accept_changes)
     rows = plan_global_batch(config, state.facts, world_size=world.world_size)
     with open_run_data(config, state, global_batch_size=rows, world=world) as data:
         if checkpointer.source is not None:
@@ -178,8 +165,7 @@ def _run_on(
     world: World,
 ) -> RunResult:
     total_steps = plan_total_steps(config, data.loader)
-    stop = config.stop_after_step
-    last_step = total_steps if stop is None else min(total_steps, stop)
+    last_step = plan_last_step(config, total_steps=total_steps)
     if checkpointer.source is not None and state.step >= last_step:
         logger.info(nothing_left(state.step, config, total_steps=total_steps))
         return RunResult(output_dir=Path(config.output_dir), last_step=state.step)
@@ -215,46 +201,6 @@ def _run_on(
     if world.is_main:
         introduce(facts, data)
     return _train(config, facts, data, parts, checkpointer, world=world)
-
-
-def preflight(config: RunConfig, *, config_name: str) -> StartFacts:
-    """Do everything that a run does before step 1, and write nothing.
-
-    Args:
-        config: The run.
-        config_name: What it is called.
-
-    Returns:
-        The facts of the start block, which has been shown.
-
-    Raises:
-        LegatoError: What would stand in the run's way.
-    """
-    with World.join(config.device, distributed=is_distributed(config)) as world:
-        state = TrainState(facts={"start_date": date.today().isoformat()})
-        rows = plan_global_batch(config, {}, world_size=world.world_size)
-        with open_run_data(config, state, global_batch_size=rows, world=world) as data:
-            # Before the model is loaded: a machine that runs out of memory says nothing of use.
-            needs = estimate_memory(config, world=world)
-            free = free_memory(world.device, num_sharing=world.local_world_size)
-            world.on_every_rank(lambda: check_memory(needs, free, cpu_offload=config.cpu_offload))
-            parts = build_parts(config, data, world=world, state=state)
-            facts = start_facts(
-                config,
-                config_name=config_name,
-                world=world,
-                data=data,
-                parts=parts,
-                total_steps=plan_total_steps(config, data.loader),
-                checkpoint_bytes=checkpoint_bytes(
-                    sort_parts(parts.saved), with_state=not config.save_only_model
-                ),
-            )
-            introduce(facts, data)
-    refuse_full_disk(
-        facts.output_dir, each_bytes=facts.checkpoint_bytes, free_bytes=facts.free_bytes
-    )
-    return facts
 
 
 def open_checkpointer(
@@ -298,7 +244,7 @@ def _train(
     state: TrainState = parts.saved["trainer"]
     with (
         _reporting(config, facts, checkpointer, state=state, world=world) as reporter,
-        _fetching_ahead(config, data, last_step=facts.total_steps) as source,
+        _fetching_ahead(config, data, total_steps=facts.total_steps) as source,
         CompileClock() if config.compile else nullcontext() as clock,
     ):
         trainer = Trainer(
@@ -335,13 +281,12 @@ def _train(
 
 
 @contextmanager
-def _fetching_ahead(config: RunConfig, data: RunData, *, last_step: int) -> Iterator[BatchSource]:
+def _fetching_ahead(config: RunConfig, data: RunData, *, total_steps: int) -> Iterator[BatchSource]:
     """The loader; with workers, a thread of its own fetches from it."""
     if not config.num_workers:
         yield data.loader
         return
-    if config.stop_after_step is not None:
-        last_step = min(last_step, config.stop_after_step)
+    last_step = plan_last_step(config, total_steps=total_steps)
     with closing(Prefetcher(data.loader, last_step=last_step)) as ahead:
         try:
             yield ahead

@@ -363,9 +363,13 @@ def test_diff_tells_what_moved_and_how_far(run: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["ls", "nowhere"], "error: nowhere: no such folder\n"),
+        (["ls", "nowhere"], "error: nowhere: expected a folder, found nothing\n"),
         (["show", "out"], "error: out: expected a step folder such as out/latest\n"),
-        (["show", "out/step_9"], "error: out/step_9: no such folder\n"),
+        (
+            ["show", "out/step_9"],
+            "error: out/step_9: expected a folder, found nothing. The newest step there is step_4",
+        ),
+        (["verify", "my.yaml"], "error: my.yaml: expected a folder, found a file\n"),
         (["prune", "empty"], "empty holds no complete checkpoint\n"),
         (["ls", "out/step_1"], "error: out/step_1 is one step; expected a run's output_dir, "),
     ],
@@ -374,5 +378,6 @@ def test_a_wrong_place_is_told(
     run: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("empty").mkdir()
+    Path("my.yaml").touch()
     assert main(["ckpt", *words]) in (1, 2)
     assert message in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +14,9 @@ import torch
 import typer
 
 from legato.cli.errors import LESS_MEMORY, run_app
+from legato.cli.examples import EXAMPLES
 from legato.cli.logs import show_log
+from legato.cli.main import VERBS as MODULES
 from legato.cli.main import build_app, main
 from legato.errors import (
     CheckpointWriteError,
@@ -112,10 +115,15 @@ def test_python_m_legato_is_the_command() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["validat", "x"], "No such command 'validat'"),
+        (["validat", "x"], "No such command 'validat'. Did you mean 'validate'? `legato --help`"),
+        (["export", "onnx"], "No such command 'onnx'. `legato export --help` shows the form"),
         (["ls", "--jsn"], "No such option: --jsn"),
-        (["cat"], "Missing argument"),
-        (["cp", "a"], "Missing argument"),
+        (["cat"], "Missing argument 'CONFIG'. `legato cat --help` shows the form"),
+        (["cp", "a"], "Missing argument 'DESTINATION'."),
+        (["download", "a"], "Missing option '--output-dir'. `legato download --help`"),
+        (["demo", "--steps", "x"], "--steps: expected a whole number, found 'x'. `legato demo -"),
+        (["demo", "--steps", "0"], "--steps: expected a number of at least 1, found"),
+        (["chat", "a", "--temperature=hot"], "--temperature: expected a number, found 'hot'."),
     ],
 )
 def test_a_command_line_that_does_not_fit_ends_with_2(
@@ -125,6 +133,35 @@ def test_a_command_line_that_does_not_fit_ends_with_2(
     captured = capsys.readouterr()
     assert captured.err.startswith(f"error: {message}")
     assert captured.out == ""
+
+
+@pytest.mark.parametrize("words", [[], ["ckpt"]], ids=" ".join)
+def test_a_group_alone_shows_its_help_and_no_error(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith("Usage: legato ")
+
+
+def test_the_command_lists_its_verbs_in_the_order_of_a_run() -> None:
+    listed = typer.main.get_command(build_app()).list_commands(None)  # type: ignore[attr-defined]
+    assert (listed[0], listed[-1]) == ("run", "demo")
+    assert listed == list(MODULES)
+
+
+@pytest.mark.parametrize(
+    "line", [line for lines in EXAMPLES.values() for line in lines if " " in line]
+)
+def test_every_example_of_the_help_is_a_command_line_that_fits(line: str) -> None:
+    command: Any = typer.main.get_command(build_app())
+    _, *words = shlex.split(line)
+    while hasattr(command, "commands"):
+        command = command.commands[words.pop(0)]
+    command.make_context(command.name, words)  # would raise
+
+
+def test_every_verb_has_an_example_and_no_other_has_one() -> None:
+    assert EXAMPLES.keys() == VERBS | {""}
 
 
 def run_raising(error: BaseException, *, debug: bool = False) -> int:

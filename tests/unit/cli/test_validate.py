@@ -89,8 +89,17 @@ def test_an_empty_value_is_one() -> None:
     )
 
 
-def test_a_hub_model_that_is_not_cached_is_no_mistake() -> None:
-    assert main(["validate", NAME]) == 0
+@pytest.mark.parametrize("name", ["org/name", "smollm3"])
+def test_a_hub_model_that_is_not_cached_is_no_mistake_and_said(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"model={name}", "datasets=[{path: a.jsonl}, {path: orders}]"]
+    assert main(["validate", NAME, *words]) == 0
+    nobody = "so it is taken for a name on the hub; nobody has looked there, --full does"
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        f"model: {name} is no folder here, {nobody}",
+        f"datasets.1.path: orders is no file or folder here, {nobody}",
+    ]
 
 
 def test_a_length_over_the_models_limit_is_refused(
@@ -178,12 +187,22 @@ def test_words_are_a_recipe_and_overrides() -> None:
     assert split_words([]) == (None, [])
 
 
+DASHES = "a key of the config is given without dashes"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["a", "b"], "b: expected key=value or ~key; the recipe is a already"),
-        (["--epochs", "3"], "--epochs: no such option. Keys of a config are given as key=value"),
-        (["--epochs=3"], "--epochs=3: no such option. Keys of a config are given as key=value"),
+        (["--epochs", "3"], f"--epochs: {DASHES}: epochs=VALUE"),
+        (["--epochs=3"], f"--epochs=3: {DASHES}: epochs=3"),
+        (["--save-steps=3"], f"--save-steps=3: {DASHES}: save_steps=3"),
+        (["--accept-change"], "--accept-change: no such option. Did you mean --accept-changes?"),
+        (
+            ["--nproc_per_nod=2"],
+            "--nproc_per_nod=2: no such option. Did you mean --nproc-per-node?",
+        ),
+        (["-x"], "-x: no such option. Keys of a config are given as key=value"),
     ],
 )
 def test_words_that_fit_nowhere_are_refused(words: list[str], message: str) -> None:
@@ -198,6 +217,8 @@ def test_a_recipe_must_exist_and_agree() -> None:
     assert str(caught.value) == (
         "full_finetune_single_devise: no such recipe. Did you mean full_finetune_single_device?"
     )
+    with pytest.raises(UsageError, match=r"^epochs: its value is missing: epochs=VALUE$"):
+        read_config(NAME, ["epochs"])
     with pytest.raises(ConfigError, match="Leave one of them out"):
         read_config(NAME, ["lora_finetune_single_device"])
     assert read_config(NAME, ["full_finetune_single_device", "epochs=2"]).config.epochs == 2
