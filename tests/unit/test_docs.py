@@ -18,7 +18,12 @@ from tests.helpers import tiny
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+DOCUMENTS = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+)
 
 
 class Block(NamedTuple):
@@ -78,7 +83,8 @@ def test_every_key_of_the_schema_is_in_the_features_table() -> None:
 def test_every_local_link_leads_to_a_file(document: str) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
-    assert [link for link in links if not (ROOT / link).exists()] == []
+    folder = (ROOT / document).parent
+    assert [link for link in links if not (folder / link).exists()] == []
 
 
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])

@@ -58,7 +58,7 @@ TORCHTUNE_ADVICE: dict[str, str] = {
     "save_adapter_weights_only": "LoRA recipes always save the adapter alone",
     "fsdp_cpu_offload": "Legato's key is `cpu_offload`",
     "fsdp_reshard_after_forward": "Legato's key is `reshard_after_forward`",
-    "custom_sharded_layers": "every block, the embedding and the head are sharded",
+    "custom_sharded_layers": "every block is sharded, and all the rest together",
     "data_parallel_shard_dim": "Legato's key is `dp_shard`",
     "data_parallel_replicate_dim": "Legato's key is `dp_replicate`",
     "tensor_parallel_dim": "Legato has FSDP2 and no tensor parallelism",

@@ -149,12 +149,17 @@ def test_the_command_lists_its_verbs_in_the_order_of_a_run() -> None:
     assert listed == list(MODULES)
 
 
+@pytest.fixture(scope="module")
+def whole() -> Any:
+    return typer.main.get_command(build_app())
+
+
 @pytest.mark.parametrize(
     "line", [line for lines in EXAMPLES.values() for line in lines if " " in line]
 )
-def test_every_example_of_the_help_is_a_command_line_that_fits(line: str) -> None:
-    command: Any = typer.main.get_command(build_app())
+def test_every_example_of_the_help_is_a_command_line_that_fits(line: str, whole: Any) -> None:
     _, *words = shlex.split(line)
+    command = whole
     while hasattr(command, "commands"):
         command = command.commands[words.pop(0)]
     command.make_context(command.name, words)  # would raise
