@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +10,8 @@ import typer
 
 from legato.cli.ckpt_keep import kept_because, pin, prune, remove, same_branch, unpin
 from legato.cli.ckpt_open import AsJson, RunArgument, StepArgument, is_step, open_run, open_step
-from legato.cli.show import show_json, show_table
+from legato.cli.ckpt_show import describe, list_files, metrics_text
+from legato.cli.show import show_json, show_pairs, show_table
 
 if TYPE_CHECKING:
     from legato.checkpoint.lifecycle import RunFolder
@@ -34,7 +34,7 @@ def list_steps(run: RunArgument, as_json: AsJson = False) -> None:
         show_json([_facts(i, marks[i.step]) | {"kept": kept.get(i.step)} for i in steps])
         return
     show_table(
-        ("step", "size", "age", "kind", "saved at", "metrics", "status", "kept", ""),
+        ("step", "size", "age", "kind", "why saved", "metrics", "status", "why kept", ""),
         [_row(info, marks[info.step], kept.get(info.step)) for info in steps],
     )
 
@@ -43,32 +43,16 @@ def list_steps(run: RunArgument, as_json: AsJson = False) -> None:
 def show_step(step: StepArgument, as_json: AsJson = False) -> None:
     """Show one checkpoint: what it holds, and how its save went."""
     folder, info = open_step(step)
-    facts = _facts(info, _marks(folder, info, folder.steps()))
-    facts["files"] = (
-        {name: entry.size_bytes for name, entry in info.manifest.files.items()}
-        if info.manifest
-        else {}
-    )
-    facts["save"] = _save_event(Path(folder.path), info.step)
+    marks, save = _marks(folder, info, folder.steps()), _save_event(Path(folder.path), info.step)
     if as_json:
-        show_json(facts)
+        files = info.manifest.files if info.manifest else {}
+        sizes = {name: entry.size_bytes for name, entry in files.items()}
+        show_json(_facts(info, marks) | {"files": sizes, "save": save})
         return
-    from legato.report.start import human_bytes
-
-    files, save = facts.pop("files"), facts.pop("save") or {}
-    facts["size_bytes"] = human_bytes(facts["size_bytes"] or 0)
-    if facts["saved_at"]:
-        at = dt.datetime.fromtimestamp(facts["saved_at"])
-        facts["saved_at"] = at.isoformat(sep=" ", timespec="seconds")
-    rows = [
-        (name, _text(value)) for name, value in facts.items() if value not in (None, "", {}, [])
-    ]
-    rows += [(name, human_bytes(size)) for name, size in files.items()]
-    rows += [(name, f"{value:.3g}") for name, value in save.items() if name.endswith("_seconds")]
-    rows += [(name, human_bytes(value)) for name, value in save.items() if name.endswith("_bytes")]
-    if not save:
-        rows.append(("save", "not recorded"))
-    show_table(("", ""), rows)
+    show_pairs(list(describe(info, marks=marks, save=save)))
+    if files := list(list_files(info)):
+        typer.echo()
+        show_pairs(files)
 
 
 @app.command("verify")
@@ -193,21 +177,11 @@ def _row(info: StepInfo, marks: list[str], kept: tuple[str, ...] | None) -> tupl
         human_seconds(max(0.0, time.time() - manifest.saved_at)),
         manifest.kind,
         manifest.reason,
-        _text(manifest.metrics),
+        metrics_text(manifest.metrics),
         info.status,
         "" if kept is None else ", ".join(kept) or "goes next",
         note,
     )
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, list):
-        return ", ".join(str(item) for item in value)
-    if hasattr(value, "items"):
-        return ", ".join(f"{name} {_text(item)}" for name, item in value.items())
-    return str(value)
 
 
 def _save_event(run: Path, step: int) -> dict[str, Any] | None:

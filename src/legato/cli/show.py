@@ -16,6 +16,13 @@ def show_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2, ensure_ascii=not is_utf8))
 
 
+def show_pairs(pairs: Sequence[tuple[str, str]]) -> None:
+    """Print labels, and what they say in a column of its own."""
+    width = max(len(label) for label, _ in pairs)
+    for label, text in pairs:
+        typer.echo(f"{label:<{width}}  {text}")
+
+
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print rows under their columns."""
     if sys.stdout.isatty():

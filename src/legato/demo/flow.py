@@ -5,6 +5,8 @@ Every part leaves a file, and one that is there isn't made again: a demo that wa
 
 from __future__ import annotations
 
+import shutil
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -183,7 +185,8 @@ def ask(paths: DemoPaths, text: str) -> str:
     newest = paths.run / "latest"
     if not newest.exists():
         raise CheckpointNotFoundError(
-            f"{newest}: there is no checkpoint yet. Run the demo first: legato demo", path=newest
+            f"{newest}: there is no checkpoint yet. Run the demo first: {_command()} demo",
+            path=newest,
         )
     model, tokenizer = load_for_generation(newest, device=pick_device("auto"))
     messages = [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": text}]
@@ -236,7 +239,7 @@ def _show_data(paths: DemoPaths, *, show: Callable[[str], None]) -> None:
     [first] = first_samples(samples, count=1, seed=config.seed)
     show("one of them, what is trained between [[ and ]]:")
     show(marked_sample(first, samples.tokenizer, brackets=True).plain)
-    show(f"more of them: legato data show {paths.config}")
+    show(f"more of them: {_command()} data show {paths.config}")
 
 
 def _train(paths: DemoPaths, *, steps: int) -> None:
@@ -268,11 +271,22 @@ def _tell(
             config_path=paths.config,
             folder=paths.folder,
             steps=steps,
+            command=_command(),
         )
     )
-    warning = story.shortfall(data, after=after, folder=paths.folder)
+    warning = story.shortfall(data, after=after, folder=paths.folder, command=_command())
     if warning is not None:
         show(f"\n{warning}")
+
+
+def _command() -> str:
+    """What starts legato in this shell: `make demo` installs into a folder off the PATH."""
+    if shutil.which("legato") is not None:
+        return "legato"
+    own = Path(sys.executable).with_name("legato")
+    if not own.is_file():
+        return f"{sys.executable} -m legato"
+    return str(own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else own)
 
 
 def _saved_steps(paths: DemoPaths) -> list[story.SavedStep]:

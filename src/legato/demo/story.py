@@ -44,13 +44,16 @@ def scores(data: OrderData, *, before: Answers, after: Answers) -> str:
     return "\n".join(lines)
 
 
-def shortfall(data: OrderData, *, after: Answers, folder: Path) -> str | None:
+def shortfall(
+    data: OrderData, *, after: Answers, folder: Path, command: str = "legato"
+) -> str | None:
     """Return a warning where the trained model answers too few held-out orders; None: enough.
 
     Args:
         data: The demo's orders.
         after: The trained model's answers.
         folder: Where the demo keeps what it makes.
+        command: What starts legato in the person's shell.
 
     Returns:
         The warning: what was reached, what is expected, and what to do.
@@ -62,7 +65,7 @@ def shortfall(data: OrderData, *, after: Answers, folder: Path) -> str | None:
     return (
         f"WARNING: only {exact} of {total} held-out orders are exact after {after.step} steps, and "
         f"{expected} ({TARGET_SHARE:.0%}) were expected. Train on:\n"
-        f"    legato demo{_dir_option(folder)} --steps {after.step + 8}"
+        f"    {command} demo{_dir_option(folder)} --steps {after.step + 8}"
     )
 
 
@@ -89,16 +92,18 @@ def saved_steps(steps: Sequence[SavedStep]) -> str:
     return "\n".join(lines)
 
 
-def what_next(*, step_dir: Path, config_path: Path, folder: Path, steps: int) -> str:
+def what_next(
+    *, step_dir: Path, config_path: Path, folder: Path, steps: int, command: str = "legato"
+) -> str:
     """Return what a person can do with the result: commands and one line of Python."""
     return "\n".join(
         [
             "Each checkpoint is a Hugging Face model:",
             f'    AutoModelForCausalLM.from_pretrained("{step_dir}")',
             "Ask it:",
-            f'    legato demo{_dir_option(folder)} --ask "Six red mugs to Oslo, please."',
+            f'    {command} demo{_dir_option(folder)} --ask "Six red mugs to Oslo, please."',
             "Train it further, by its config:",
-            f"    legato run --config {config_path} max_steps={steps + 8}",
+            f"    {command} run --config {config_path} max_steps={steps + 8}",
         ]
     )
 

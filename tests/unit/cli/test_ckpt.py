@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -86,7 +87,7 @@ def test_ls_lists_steps_by_number(run: Path, capsys: pytest.CaptureFixture[str])
     assert main(["ckpt", "ls", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == [
-        *("step", "size", "age", "kind", "saved", "at", "metrics", "status", "kept"),
+        *("step", "size", "age", "kind", "why", "saved", "metrics", "status", "why", "kept"),
     ]
     assert [line.split()[0] for line in lines[1:]] == ["1", "2", "4"]
     assert "eval_loss 1" in lines[2]
@@ -137,12 +138,16 @@ def test_show_tells_files_and_how_the_save_went(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["ckpt", "show", str(run / "step_2")]) == 0
-    shown = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line)
-    assert shown["step"] == "2"
+    lines = filter(None, capsys.readouterr().out.splitlines())
+    shown = dict(line.split("  ", 1) for line in lines)
+    shown = {label: text.strip() for label, text in shown.items()}
+    assert shown["step"] == "2, complete"
+    assert shown["holds"] == "a whole model, nothing resumes from it"
+    assert shown["saved"].endswith(", reason: its interval of steps")
     assert shown["metrics"] == "eval_loss 1"
-    assert shown["blocked_seconds"] == "0.25"
-    assert shown["staged_bytes"] == "16 B"
-    assert "model.safetensors" in shown
+    assert shown["training waited"] == "0.25 s"
+    assert shown["copied"] == "16 B of memory, by rank 0"
+    assert re.fullmatch(r"[\d.]+ k?B", shown["model.safetensors"])
     assert "save" not in shown
 
 
@@ -153,7 +158,8 @@ def test_show_says_that_how_the_save_went_is_not_recorded(
     if not has_log:
         (run / "metrics.jsonl").unlink()
     assert main(["ckpt", "show", str(run / "step_4")]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].split(maxsplit=1) == ["save", "not recorded"]
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert ["save", "how it went isn't recorded"] in lines
 
 
 def test_show_follows_the_link_to_the_latest(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

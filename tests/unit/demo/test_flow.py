@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,9 +25,13 @@ def steps_in(folder: Path) -> set[str]:
 
 @pytest.mark.slow
 def test_the_demo_runs_goes_on_and_is_done(
-    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = tmp_path / "demo"
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     assert demo(folder, tiny_model_dir, "--steps", "2") == 0
     told = capsys.readouterr().out
     data, _, sample = told.partition("one of them, what is trained between [[ and ]]:\n")
@@ -49,7 +55,10 @@ def test_the_demo_runs_goes_on_and_is_done(
     assert model.config.num_hidden_layers == 2
     assert len((folder / "orders.jsonl").read_text().splitlines()) == 384
 
-    # Done: said at once, nothing is trained.
+    # Done: said at once, nothing is trained. The command isn't on the PATH any more.
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    own = Path(sys.executable).with_name("legato")
+    command = own if own.is_file() else f"{sys.executable} -m legato"
     before = (folder / "answers_before.json").read_bytes()
     assert demo(folder, tiny_model_dir, "--steps", "2") == 0
     told = capsys.readouterr().out
@@ -57,7 +66,7 @@ def test_the_demo_runs_goes_on_and_is_done(
     assert "step_2" in told
     assert told.endswith(
         "\nWARNING: only 0 of 80 held-out orders are exact after 2 steps, and 76 (95%) were "
-        f"expected. Train on:\n    legato demo --dir {folder} --steps 10\n"
+        f"expected. Train on:\n    {command} demo --dir {folder} --steps 10\n"
     )
 
     # More steps: goes on from step 2, and doesn't measure the untouched model again.
@@ -98,4 +107,4 @@ def test_asking_before_the_demo_ran_says_what_to_do(
     tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert demo(tmp_path / "none", tiny_model_dir, "--ask", "Six red mugs") == 1
-    assert "there is no checkpoint yet. Run the demo first: legato demo" in capsys.readouterr().err
+    assert "there is no checkpoint yet. Run the demo first: " in capsys.readouterr().err
