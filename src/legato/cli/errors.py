@@ -80,7 +80,7 @@ def _end(error: BaseException) -> int:
 def _misfit(error: Any) -> str:
     """What doesn't fit in the words of our own errors, and where the right form is told."""
     message = error.format_message()
-    details = getattr(error.__cause__, "errors", list)()
+    details: list[Any] = getattr(error.__cause__, "errors", list)()
     if details:  # pydantic's, of which typer shows the text alone
         from legato.config.explain import expected_and_found
 
