@@ -43,7 +43,7 @@ def describe(
         save: Its event in metrics.jsonl; None: there is none.
 
     Yields:
-        Label and text.
+        tuple[str, str]: Label and text.
     """
     yield "step", ", ".join([str(info.step), info.status, *marks])
     yield "folder", info.path

@@ -84,20 +84,20 @@ def test_a_missing_folder_is_an_error() -> None:
     ],
     ids=["cut", "too deep", "a list"],
 )
-def test_a_model_and_an_adapter_in_one_folder_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    assert model_facts(str(tmp_path)) is not None
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"adapter upon the model.*move adapter_config\.json out"):
-        model_facts(str(tmp_path))
-
-
 @pytest.mark.parametrize("name", ["config.json", "adapter_config.json", "legato_source.json"])
 def test_a_broken_file_of_the_folder_is_an_error_that_names_it(
     tmp_path: Path, name: str, text: str, message: str
 ) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ModelError, match=rf"{name}: {message}"):
+        model_facts(str(tmp_path))
+
+
+def test_a_model_and_an_adapter_in_one_folder_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert model_facts(str(tmp_path)) is not None
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"adapter upon the model.*move adapter_config\.json out"):
         model_facts(str(tmp_path))
 
 
