@@ -142,7 +142,7 @@ def test_show_tells_files_and_how_the_save_went(
     shown = dict(line.split("  ", 1) for line in lines)
     shown = {label: text.strip() for label, text in shown.items()}
     assert shown["step"] == "2, complete"
-    assert shown["holds"] == "a whole model, nothing resumes from it"
+    assert shown["holds"] == "a whole model, with all that a resumed run needs"
     assert shown["saved"].endswith(", reason: its interval of steps")
     assert shown["metrics"] == "eval_loss 1"
     assert shown["training waited"] == "0.25 s"
