@@ -50,9 +50,9 @@ def show_step(step: StepArgument, as_json: AsJson = False) -> None:
         show_json(_facts(info, marks) | {"files": sizes, "save": save})
         return
     show_pairs(list(describe(info, marks=marks, save=save)))
-    if files := list(list_files(info)):
+    if listed := list(list_files(info)):
         typer.echo()
-        show_pairs(files)
+        show_pairs(listed)
 
 
 @app.command("verify")
