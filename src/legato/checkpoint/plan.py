@@ -17,7 +17,6 @@ from legato.checkpoint.manifest import (
     RESERVED_NAMES,
     STATE_FOLDER,
     TRAINER_FILE,
-    Slice,
     digest_of,
 )
 from legato.checkpoint.parts import PacksMoments, Parts, encode_json, state_tensors
@@ -71,18 +70,6 @@ class Write:
     def offset(self) -> int:
         """Where its first byte goes."""
         return self.runs[0].offset
-
-
-def digest_runs(write: Write, data: memoryview) -> list[Slice]:
-    """The slices of one `Write`, as the manifest lists them; ``data`` are all its bytes."""
-    slices = []
-    for runs in write.runs:
-        end = runs.source_offset + runs.num_runs * runs.run_bytes
-        digest = digest_of(data[runs.source_offset : end])
-        slices.append(
-            Slice(runs.offset, runs.run_bytes, digest, runs.num_runs, runs.distance_bytes)
-        )
-    return slices
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from legato.checkpoint.manifest import Slice
-from legato.checkpoint.plan import SavePlan, Write, digest_runs
+from legato.checkpoint.manifest import Slice, digest_of
+from legato.checkpoint.plan import SavePlan, Write
 from legato.checkpoint.staging import Snapshot
 from legato.hf_folder import PlannedFile, tensor_bytes
 from legato.parallel.peers import Peers
@@ -131,7 +131,7 @@ class Relay:
         return [
             part
             for write in self._plan.writes[name]
-            for part in digest_runs(write, tensor_bytes(self._bytes(write)))
+            for part in _digest_runs(write, tensor_bytes(self._bytes(write)))
         ]
 
     def _bytes(self, write: Write) -> Tensor:
@@ -164,3 +164,15 @@ def _cut(writes: Sequence[Write], rank: int) -> list[Piece]:
                     size = min(MESSAGE_BYTES, runs.run_bytes - start)
                     pieces.append(Piece(offset + start, size, rank, number, source + start))
     return sorted(pieces, key=lambda piece: piece.offset)
+
+
+def _digest_runs(write: Write, data: memoryview) -> list[Slice]:
+    """The slices of one `Write`, as the manifest lists them; ``data`` are all its bytes."""
+    slices = []
+    for runs in write.runs:
+        end = runs.source_offset + runs.num_runs * runs.run_bytes
+        digest = digest_of(data[runs.source_offset : end])
+        slices.append(
+            Slice(runs.offset, runs.run_bytes, digest, runs.num_runs, runs.distance_bytes)
+        )
+    return slices
