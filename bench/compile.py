@@ -1,12 +1,16 @@
 """What torch.compile brings: eager, each block compiled, the whole model compiled, by method.
 
-Each runs in a process of its own, with an empty compile cache, on the same rows in the same order.
-The first iteration holds the compiling; speed is the mean over --iterations after --skip others.
-The loss curves of all go into the JSON and into a plot: compiling changes a loss by rounding only.
+Each runs in a process of its own on the same rows in the same order; the ways of one method follow
+each other, in an order that rotates with each repetition. Speed is the mean over --iterations after
+--skip others. The first iteration holds the compiling: it counts in the first --first-repetitions,
+which begin with an empty compile cache; the others find in theirs what those compiled. The loss
+curves of the first repetition go into the JSON and into a plot: compiling changes a loss by
+rounding only.
 
     python bench/compile.py --model .cache/smollm2-135m-instruct --json out/bench/compile.json
 
-On a CPU the defaults are few and small iterations; on a GPU they are 100 iterations from the 300th.
+On a CPU the defaults are few and small iterations, and one empty cache for each way; on a GPU they
+are 100 iterations from the 300th, and an empty cache for all.
 """
 
 from __future__ import annotations
@@ -15,12 +19,16 @@ import argparse
 import json
 import os
 import random
-import subprocess
+import re
+import shutil
+import statistics
 import sys
 import tempfile
-from importlib.metadata import version
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from workers import installed_version, rotated, run_alone
 
 HOW: dict[str, Any] = {"eager": False, "block": True, "model": {"scope": "model"}}
 NAMES = {"eager": "eager", "block": "each block", "model": "whole model"}
@@ -38,6 +46,7 @@ METHODS["qlora"] = METHODS["lora"] | {"quantize_base": "nf4"}
 # Words that are one token each in most vocabularies.
 WORDS = ("time", "person", "year", "way", "day", "thing", "world", "life", "hand", "part", "child")
 COLORS = {"eager": "#444444", "block": "#1f77b4", "model": "#d62728"}
+CURVES = ("losses", "step_seconds", "compile_seconds")
 SEED = 0
 
 
@@ -46,14 +55,19 @@ def main() -> None:
     if args.worker:
         args.json.write_text(json.dumps(train(args)))
         return
+    order = [
+        (repetition, method, how)
+        for repetition in range(args.repetitions)
+        for method in args.methods
+        for how in rotated(args.how, repetition)
+    ]
     runs = []
-    for method in args.methods:
-        for how in args.how:
-            runs.append(run_worker(method, how, args=args))
+    with tempfile.TemporaryDirectory() as caches:
+        for repetition, method, how in order:
+            runs.append(run_worker(method, how, repetition=repetition, caches=caches, args=args))
             if args.json:  # what is done is kept if a later one fails
-                table = summary(runs)
-                report = {"environment": environment(args), "table": table, "runs": runs}
-                args.json.write_text(json.dumps(report, indent=1) + "\n")
+                report = {"environment": environment(args), "table": summary(runs), "runs": runs}
+                args.json.write_text(as_json(report))
                 args.json.with_suffix(".svg").write_text(plot(runs))
     print(summary(runs))
 
@@ -67,6 +81,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--how", nargs="+", choices=HOW, default=list(HOW))
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument(
+        "--first-repetitions", type=int, help="those with an empty cache (cpu 1, cuda all)"
+    )
     parser.add_argument("--skip", type=int, help="iterations before the timed ones (cpu 2, 300)")
     parser.add_argument("--iterations", type=int, help="timed iterations (cpu 8, cuda 100)")
     parser.add_argument("--batch-size", type=int, help="rows (cpu 1, cuda 8)")
@@ -79,33 +97,39 @@ def parse_args() -> argparse.Namespace:
     for name, value in (small if args.device == "cpu" else large).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    if args.first_repetitions is None:
+        args.first_repetitions = 1 if args.device == "cpu" else args.repetitions
+    if not 1 <= args.first_repetitions <= args.repetitions:
+        parser.error("expected 1 <= --first-repetitions <= --repetitions")
     return args
 
 
-def run_worker(method: str, how: str, *, args: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        command = [sys.executable, __file__, "--worker", method, how, "--json", str(result)]
-        command += ["--model", str(args.model.resolve()), "--device", args.device]
-        for name in ("skip", "iterations", "batch_size", "seq_len", "dtype"):
-            command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-        # An empty cache for each: the first iteration is that of a machine that never ran it.
-        own = {"TORCHINDUCTOR_CACHE_DIR": str(Path(folder) / "inductor"), "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            env=os.environ | own | {"LEGATO_CACHE": "off"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            sys.exit(f"{method}, {how} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-        run: dict[str, Any] = json.loads(result.read_text())
-    run |= {"method": method, "how": how}
+def run_worker(
+    method: str, how: str, *, repetition: int, caches: str, args: argparse.Namespace
+) -> dict[str, Any]:
+    cache = Path(caches) / f"{method}-{how}"
+    is_first = repetition < args.first_repetitions
+    if is_first:  # as on a machine that never ran it
+        shutil.rmtree(cache, ignore_errors=True)
+    chosen = ("device", "skip", "iterations", "batch_size", "seq_len", "dtype")
+    run: dict[str, Any] = run_alone(
+        __file__,
+        name=f"{method}, {how}",
+        worker=[method, how],
+        options={key: getattr(args, key) for key in chosen} | {"model": args.model.resolve()},
+        environment={"TORCHINDUCTOR_CACHE_DIR": str(cache), "LEGATO_CACHE": "off"},
+    )
+    if repetition > 0:  # one curve is enough to look at, and to compare
+        for curve in CURVES:
+            del run[curve]
+    if not is_first:
+        del run["first_iteration_seconds"]
+    run = {"method": method, "how": how, "repetition": repetition} | run
+    first = f"{run['first_iteration_seconds']:.1f} s" if is_first else "from the cache"
     print(
-        f"{method:<6}{NAMES[how]:<12}{run['iterations_per_second']:8.3f} it/s, first iteration "
-        f"{run['first_iteration_seconds']:.1f} s, {run['peak_bytes'] / 1e9:.2f} GB",
+        f"{repetition + 1}/{args.repetitions}  {method:<6}{NAMES[how]:<12}"
+        f"{run['iterations_per_second']:8.3f} it/s, first iteration {first}, "
+        f"{run['peak_bytes'] / 1e9:.2f} GB",
         file=sys.stderr,
     )
     return run
@@ -161,35 +185,61 @@ def write_rows(path: Path, *, count: int, args: argparse.Namespace) -> None:
             file.write(json.dumps({"text": text}) + "\n")
 
 
+def as_json(report: Mapping[str, Any]) -> str:
+    """JSON with each list of numbers in one line."""
+    text = json.dumps(report, indent=1)
+    flat = re.sub(r"\[[\d\s.,e+-]+\]", lambda numbers: " ".join(numbers[0].split()), text)
+    return flat + "\n"
+
+
 def summary(runs: list[dict[str, Any]]) -> str:
     lines = [
-        "| method | compiled | it/s | to eager | first iteration, s | to the whole model "
+        "| method | compiled | it/s: median (min to max) | to eager "
+        "| first iteration, s: median (min to max) | to the whole model "
         "| peak memory, GB | largest difference of the loss to eager |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    by_name = {(run["method"], run["how"]): run for run in runs}
-    for (method, how), run in by_name.items():
-        eager, whole = by_name.get((method, "eager")), by_name.get((method, "model"))
-        speed = ratio(run, eager, "iterations_per_second")
-        first = ratio(run, whole, "first_iteration_seconds") if how == "block" else ""
+    by_name: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for run in runs:
+        by_name.setdefault((run["method"], run["how"]), []).append(run)
+    for (method, how), chosen in by_name.items():
+        eager, whole = by_name.get((method, "eager"), []), by_name.get((method, "model"), [])
+        first = ratio(chosen, whole, "first_iteration_seconds") if how == "block" else ""
+        peak = statistics.median(values(chosen, "peak_bytes")) / 1e9
         lines.append(
-            f"| {method} | {NAMES[how]} | {run['iterations_per_second']:.3f} | {speed} "
-            f"| {run['first_iteration_seconds']:.1f} | {first} | {run['peak_bytes'] / 1e9:.2f} "
-            f"| {loss_difference(run, eager)} |"
+            f"| {method} | {NAMES[how]} | {spread(chosen, 'iterations_per_second', digits=3)} "
+            f"| {ratio(chosen, eager, 'iterations_per_second')} "
+            f"| {spread(chosen, 'first_iteration_seconds', digits=1)} | {first} "
+            f"| {peak:.2f} | {loss_difference(chosen[0], eager)} |"
         )
     return "\n".join(lines)
 
 
-def ratio(run: dict[str, Any], other: dict[str, Any] | None, key: str) -> str:
-    return f"{run[key] / other[key]:.2f}" if other is not None else ""
+def values(runs: list[dict[str, Any]], key: str) -> list[float]:
+    return [run[key] for run in runs if key in run]
 
 
-def loss_difference(run: dict[str, Any], eager: dict[str, Any] | None) -> str:
-    if eager is None or run is eager:
+def spread(runs: list[dict[str, Any]], key: str, *, digits: int) -> str:
+    found = values(runs, key)
+    middle, low, high = (
+        f"{value:.{digits}f}" for value in (statistics.median(found), min(found), max(found))
+    )
+    return f"{middle} ({low} to {high})" if len(found) > 1 else middle
+
+
+def ratio(runs: list[dict[str, Any]], others: list[dict[str, Any]], key: str) -> str:
+    if not others:
         return ""
-    gaps = [abs(a - b) for a, b in zip(run["losses"], eager["losses"], strict=True)]
+    return f"{statistics.median(values(runs, key)) / statistics.median(values(others, key)):.2f}"
+
+
+def loss_difference(run: dict[str, Any], eager: list[dict[str, Any]]) -> str:
+    if not eager or run["how"] == "eager":
+        return ""
+    expected = eager[0]["losses"]
+    gaps = [abs(a - b) for a, b in zip(run["losses"], expected, strict=True)]
     worst = max(range(len(gaps)), key=gaps.__getitem__)
-    return f"{gaps[worst]:.4f} (at {eager['losses'][worst]:.3f}, iteration {worst + 1})"
+    return f"{gaps[worst]:.4f} (at {expected[worst]:.3f}, iteration {worst + 1})"
 
 
 def plot(runs: list[dict[str, Any]]) -> str:
@@ -202,7 +252,7 @@ def plot(runs: list[dict[str, Any]]) -> str:
         '<rect width="100%" height="100%" fill="white"/>',
     ]
     for column, method in enumerate(methods):
-        chosen = [run for run in runs if run["method"] == method]
+        chosen = [run for run in runs if run["method"] == method and run["repetition"] == 0]
         losses = [loss for run in chosen for loss in run["losses"]]
         low, high = min(losses), max(losses)
         x0 = left + column * (width + left)
@@ -240,13 +290,16 @@ def environment(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "command": " ".join(["python", "bench/compile.py", *sys.argv[1:]]),
         "python": sys.version.split()[0],
-        "packages": {name: version(name) for name in packages},
+        "packages": {name: installed_version(name) for name in packages},
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     } | {
         name: getattr(args, name)
-        for name in ("device", "dtype", "batch_size", "seq_len", "skip", "iterations")
+        for name in (
+            *("device", "dtype", "batch_size", "seq_len", "skip", "iterations"),
+            *("repetitions", "first_repetitions"),
+        )
     }
 
 

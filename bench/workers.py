@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,11 +21,19 @@ def rotated(systems: list[Item], by: int) -> list[Item]:
     return systems[by:] + systems[:by]
 
 
-def run_alone(script: str, *, name: str, worker: list[str], options: dict[str, Any]) -> Any:
+def run_alone(
+    script: str,
+    *,
+    name: str,
+    worker: list[str],
+    options: dict[str, Any],
+    environment: Mapping[str, str] | None = None,
+) -> Any:
     """Run ``script --worker`` in an empty folder of its own; what it wrote to ``--json``.
 
     ``options``: by argparse's names; True is a switch that is set, False one that isn't.
     """
+    fixed = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         command = [sys.executable, script, "--worker", *worker, "--json", str(answer)]
@@ -37,7 +46,7 @@ def run_alone(script: str, *, name: str, worker: list[str], options: dict[str, A
         done = subprocess.run(
             command,
             cwd=folder,
-            env=os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+            env=os.environ | fixed | dict(environment or {}),
             capture_output=True,
             text=True,
             check=False,
