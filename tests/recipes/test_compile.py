@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from torch._inductor import cudagraph_trees
 
 from legato.config.schema import RunConfig
 from legato.evaluation.harness import evaluate_folder
@@ -138,14 +139,22 @@ def test_mode_and_dynamic_reach_torch_compile(
         return function
 
     monkeypatch.setattr(torch, "compile", record)
+    monkeypatch.setattr(cudagraph_trees.MarkStepBox, "mark_step_counter", 0)
     options = {"scope": scope, "mode": "max-autotune-no-cudagraphs", "dynamic": True}
     for choice, mode, dynamic in (
         (options, "max-autotune-no-cudagraphs", True),
         ({"scope": scope}, None, False),
+        ({"scope": scope, "mode": "reduce-overhead"}, "reduce-overhead", False),
     ):
         asked.clear()
         config = build_config(tiny_model_dir, "full", num_ranks=1, compile=choice)
-        build_model(config, world=World.single("cpu"))
+        loaded = build_model(config, world=World.single("cpu"))
+        # CUDA graphs are told of each pass, and gradients that add up leave their memory.
+        passes = cudagraph_trees.MarkStepBox.mark_step_counter
+        loaded.decode(torch.arange(3, 9)[None])
+        passes -= cudagraph_trees.MarkStepBox.mark_step_counter
+        kept = {bool(p._post_accumulate_grad_hooks) for p in loaded.parameters.values()}
+        assert (passes, kept) == ((1, {True}) if mode == "reduce-overhead" else (0, {False}))
         of_blocks = [each for each in asked if "mode" in each]  # the loss has a form of its own
         assert len(of_blocks) == (2 if scope == "block" else 1)
         for each in of_blocks:

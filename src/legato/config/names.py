@@ -15,3 +15,6 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 
 PACKAGED_TEMPLATES = ("alpaca", "chatml")
 """Chat templates that come with Legato."""
+
+CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
+"""Modes of torch.compile that record CUDA graphs."""

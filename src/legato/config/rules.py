@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from legato.config.formats import UNREAD
-from legato.config.names import PACKAGED_TEMPLATES
+from legato.config.names import CUDA_GRAPH_MODES, PACKAGED_TEMPLATES
 from legato.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -315,10 +315,7 @@ CONFLICTS = (
     ),
     Conflict(
         ("compile", "recipe"),
-        lambda c: (
-            is_distributed(c)
-            and getattr(c.compile, "mode", None) in ("reduce-overhead", "max-autotune")
-        ),
+        lambda c: is_distributed(c) and getattr(c.compile, "mode", None) in CUDA_GRAPH_MODES,
         "these modes record CUDA graphs, which need weights that stay where they are, and a "
         "sharded model gathers them anew each time; use mode: max-autotune-no-cudagraphs",
     ),

@@ -13,7 +13,9 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -100,14 +102,57 @@ def _decoder(model: Any) -> nn.Module:
     return decoder
 
 
+def begin_passes(decode: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``decode`` that tells CUDA graphs where a forward pass begins.
+
+    By itself torch takes each call of a compiled block for a new pass while no backward is pending,
+    as in evaluation and where a checkpointed block computes again, and gives it the memory that the
+    block before has just written to.
+
+    Args:
+        decode: A forward pass of a compiled model's blocks.
+
+    Returns:
+        The same function.
+    """
+
+    def beginning(*inputs: torch.Tensor) -> torch.Tensor:
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        return decode(*inputs)
+
+    return beginning
+
+
+def keep_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Copy each gradient out of the memory of CUDA graphs, which their next pass overwrites.
+
+    The gradients of several micro-batches are added up otherwise in memory that isn't theirs, and
+    torch doesn't always notice.
+
+    Args:
+        parameters: Those whose gradients stay on them until the update.
+
+    Source:
+        pytorch issues 96693 (a first micro-batch left out without a word) and 169545.
+    """
+
+    def copy_out(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.clone()
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(copy_out)  # type: ignore[no-untyped-call]
+
+
 def wrap_compile(module: nn.Module, **compile_options: Any) -> nn.Module:
     """``torch.compile(module)`` whose ``state_dict()`` is that of a module that isn't compiled.
 
     For code that calls torch.compile itself. Under DistributedDataParallel, fully_shard and
     checkpoint_wrapper, around or inside of them, in any order: a hook belongs to the module that
     puts the prefix in, and torch runs hooks from the inside out. ``load_state_dict()`` takes keys
-    with and without the prefix. Modules inside of ``module`` that are compiled already get the
-    hooks as well.
+    with and without the prefix, and names missing and unexpected ones without it. Copies and
+    unpickled modules have the hooks too. Modules inside of ``module`` that are compiled already get
+    them as well.
 
     ``torch.distributed.checkpoint.state_dict`` takes the prefix out by itself and insists on
     finding it: hand it ``compiled._orig_mod``, the module that was compiled.
@@ -134,7 +179,23 @@ def wrap_compile(module: nn.Module, **compile_options: Any) -> nn.Module:
         if isinstance(part, OptimizedModule) and _take_prefix_out not in hooks:
             part.register_state_dict_post_hook(_take_prefix_out)  # type: ignore[no-untyped-call]
             part.register_load_state_dict_pre_hook(_put_prefix_in)  # type: ignore[no-untyped-call]
+            part.register_load_state_dict_post_hook(_name_without_prefix)  # type: ignore[no-untyped-call]
+            # torch makes a copy anew, without hooks. An attribute of the class stays as it is for
+            # others, and a weak reference lets go of the weights when the module does.
+            part.__dict__["__reduce_ex__"] = partial(_how_to_copy, weakref.ref(part))
     return compiled
+
+
+def _how_to_copy(module: weakref.ref[Any], _protocol: int) -> tuple[Callable[..., Any], Any]:
+    """What copy and pickle make a compiled module of: as torch's own, and wrapped again."""
+    compiled: Any = module()
+    return _compiled_again, (compiled._orig_mod, compiled.dynamo_ctx)
+
+
+def _compiled_again(module: nn.Module, context: Any) -> nn.Module:
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    return wrap_compile(OptimizedModule(module, context))
 
 
 def _take_prefix_out(
@@ -165,6 +226,13 @@ def _put_prefix_in(
     own = [key for key in state_dict if key.startswith(prefix) and not key.startswith(inner)]
     for key in own:
         state_dict[inner + key.removeprefix(prefix)] = state_dict.pop(key)
+
+
+def _name_without_prefix(_module: nn.Module, incompatible_keys: Any) -> None:
+    """After ``load_state_dict()`` of a compiled module: missing and unexpected keys, in place."""
+    wrapper = COMPILE_PREFIX.removesuffix(".")
+    for keys in (incompatible_keys.missing_keys, incompatible_keys.unexpected_keys):
+        keys[:] = [".".join(part for part in key.split(".") if part != wrapper) for key in keys]
 
 
 class CompileClock:

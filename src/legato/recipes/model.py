@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from legato.config.names import CUDA_GRAPH_MODES
 from legato.config.schema import RunConfig
 from legato.errors import ConfigError
 from legato.models.attention import settle_packing
-from legato.models.compile import check_compiler
+from legato.models.compile import begin_passes, check_compiler, keep_gradients
 from legato.models.head import check_halves
 from legato.models.load import load_meta_model, load_model, split_head
 from legato.models.lora import fill_from_base
@@ -160,11 +161,17 @@ def _whole(config: RunConfig, world: World) -> LoadedModel:
     wrap_model(trained.module, **_wrapping(config))
     parameters = _trainable(trained.module)
     masters = Masters(parameters) if config.master_weights == "fp32" else None
+    held = masters.tensors if masters is not None else parameters
+    passes: Callable[..., Tensor] = decode
+    if getattr(config.compile, "mode", None) in CUDA_GRAPH_MODES:
+        passes = begin_passes(decode)
+        # A master's gradient is a copy already.
+        keep_gradients(p for name, p in parameters.items() if held[name] is p)
     return LoadedModel(
         trained=trained,
-        decode=_offloaded(config, decode, world),
+        decode=_offloaded(config, passes, world),
         head=head,
-        parameters=masters.tensors if masters is not None else parameters,
+        parameters=held,
         masters=masters,
         stored_masters=masters.copies if masters is not None else {},
         chunk_loss=compile_chunk_loss() if config.compile else None,

@@ -2,13 +2,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from legato.errors import CompileError
 from legato.models.attention import settle_packing
-from legato.models.compile import CompileClock, Scope, check_compiler, compile_in_place
+from legato.models.compile import (
+    CompileClock,
+    Scope,
+    check_compiler,
+    compile_in_place,
+    keep_gradients,
+)
 from legato.models.head import split_head
 from legato.models.lora import attach_lora
 from legato.models.names import named_weights
@@ -162,6 +170,35 @@ def test_no_compiler_is_said_before_anything_is_compiled(
             monkeypatch.setenv(variable, named)
     with pytest.raises(CompileError, match=message):
         check_compiler(torch.device(device))
+
+
+class GradientOfAGraph(torch.autograd.Function):
+    """Its gradient lies where the next one will be, as that of a replayed CUDA graph."""
+
+    memory = torch.zeros(2)
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, value: float) -> torch.Tensor:
+        ctx.value = value
+        return weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        memory = GradientOfAGraph.memory.fill_(ctx.value)
+        return torch.empty(0).set_(memory.untyped_storage(), 0, (2,)), None
+
+
+@pytest.mark.parametrize(("is_kept", "total"), [(True, 3.0), (False, 4.0)])
+def test_gradients_of_micro_batches_add_up_in_memory_that_no_graph_writes_to(
+    is_kept: bool, total: float
+) -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    if is_kept:
+        keep_gradients([weight])
+    for value in (1.0, 2.0):
+        GradientOfAGraph.apply(weight, value).backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [total, total]  # without it, what is there twice
 
 
 def test_the_clock_counts_compiling_and_nothing_else() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import inspect
 import itertools
+import pickle  # noqa: TID251 - people do it with modules
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -154,6 +162,65 @@ def test_keys_that_are_missing_or_unknown_are_still_named() -> None:
         module.load_state_dict(state)
     assert '1.1.weight"' in str(caught.value)
     assert '1.7.weight"' in str(caught.value)
+
+
+def test_keys_that_dont_fit_are_named_as_the_bare_module_names_them() -> None:
+    state = build().state_dict()
+    del state["1.1.weight"]
+    state["1.7.weight"] = torch.zeros(1)
+    for module in (compiled(build(seed=1)), nn.ModuleDict({"inner": compiled(build(seed=1))})):
+        at = "inner." if isinstance(module, nn.ModuleDict) else ""
+        found = module.load_state_dict({f"{at}{k}": v for k, v in state.items()}, strict=False)
+        assert found.missing_keys == [f"{at}1.1.weight"]
+        assert found.unexpected_keys == [f"{at}1.7.weight"]
+        assert torch.equal(module.state_dict()[f"{at}0.weight"], state["0.weight"])
+
+
+def pickled(module: nn.Module) -> nn.Module:
+    found: nn.Module = pickle.loads(pickle.dumps(module))  # noqa: S301 - our own bytes
+    return found
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, pickled])
+def test_a_copy_has_the_names_too_and_weights_of_its_own(
+    again: Callable[[nn.Module], nn.Module],
+) -> None:
+    bare = build().state_dict()
+    for module in (compiled(build()), nn.ModuleDict({"inner": compiled(build())})):
+        other = again(again(module))
+        at = "inner." if isinstance(module, nn.ModuleDict) else ""
+        assert_same(other.state_dict(), {f"{at}{name}": t for name, t in bare.items()})
+        with torch.no_grad():
+            next(other.parameters()).zero_()
+        assert_same(module.state_dict(), {f"{at}{name}": t for name, t in bare.items()})
+        other.load_state_dict(module.state_dict())
+        assert torch.equal(next(other.parameters()), next(module.parameters()))
+    assert again(compiled(build()))(torch.ones(3, 4)).shape == (3, 2)
+
+
+def test_a_wrapped_module_is_freed_when_nobody_holds_it() -> None:
+    module = compiled(build())
+    weight = weakref.ref(module._orig_mod[0].weight)
+    gc.disable()
+    try:
+        del module
+        assert weight() is None
+    finally:
+        gc.enable()
+
+
+def test_torchs_optimizer_state_has_the_names_of_the_bare_module(one_rank: None) -> None:
+    states = []
+    for wrap in (lambda module: module, compiled):
+        module = wrap(build())
+        inner = getattr(module, "_orig_mod", module)
+        optimizer = torch.optim.AdamW(module.parameters())
+        module(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+        states.append(get_optimizer_state_dict(inner, optimizer))
+    assert states[1].keys() == states[0].keys()
+    assert states[1]["state"].keys() == states[0]["state"].keys() >= {"0.weight", "1.1.bias"}
+    assert states[1]["param_groups"] == states[0]["param_groups"]
 
 
 def test_an_eager_module_reads_what_a_wrapped_one_saved_and_knows_its_version() -> None:
