@@ -17,6 +17,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "rslora": {"use_rslora": True},
     "dora": {"use_dora": True},
     "few": {"lora_target_modules": ["q_proj", "down_proj"]},
+    "whole": {"lora_modules_to_save": ["embed_tokens", "norm"]},
+    "head": {"lora_modules_to_save": ["lm_head"]},
 }
 
 
@@ -36,6 +38,7 @@ def write_adapter(
     for name, tensor in named_weights(adapter.model, trainable_only=True).items():
         change = torch.randn(tensor.shape, generator=random) * noise
         tensors[adapter.keys[name]] = (tensor.detach() + change).to(dtype)
+    tensors |= {key: tensors[adapter.keys[name]].clone() for key, name in adapter.twins.items()}
     folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     for name, content in adapter.files.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import logging
 import os
@@ -11,7 +12,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from legato.errors import FolderFormatError, ModelError, ModelNotFoundError, UnsupportedModelError
+import psutil
+from safetensors import SafetensorError
+
+from legato.errors import (
+    FolderFormatError,
+    ModelError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+    first_line,
+)
 from legato.models.folder import SOURCE_FILE
 from legato.models.quiet import silence_known_noise, without_weight_bars
 
@@ -57,6 +67,8 @@ def import_gguf(
 def new_folder(target: Path) -> Iterator[Path]:
     """A folder beside ``target`` that gets its name when the block ends well, else is removed.
 
+    What processes that were killed meanwhile have left behind goes first.
+
     Args:
         target: Final path. Must be absent or an empty folder.
 
@@ -64,16 +76,47 @@ def new_folder(target: Path) -> Iterator[Path]:
         Path: The temporary folder.
 
     Raises:
-        ModelError: ``target`` exists and isn't empty; ``.path``.
+        ModelError: ``target`` exists and isn't empty, or its files can't be written; ``.path``.
     """
     check_target(target)
-    folder = target.parent / f".{target.name}.partial-{os.getpid()}"
-    folder.mkdir(parents=True)
+    remove_leftovers(target)
+    folder = partial_path(target)
     try:
+        folder.mkdir(parents=True)
         yield folder
         publish(folder, target)
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, OSError) and error.errno is None:  # transformers' own of a bad model
+            raise
+        raise ModelError(
+            f"{target}: can't be written: {first_line(error)}. Nothing is left of it. Make room, "
+            "or choose another output_dir.",
+            path=str(target),
+        ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def partial_path(target: Path) -> Path:
+    """Where this process puts ``target`` together before it gets its name."""
+    return target.parent / f".{target.name}.partial-{os.getpid()}"
+
+
+def remove_leftovers(target: Path) -> None:
+    """Remove what ended processes of this host had begun to write beside ``target``.
+
+    Args:
+        target: What they were to make.
+    """
+    for path in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
+        number = path.name.rpartition("-")[2]
+        # In a container this process may have the number of the one that was killed.
+        is_dead = number.isdecimal() and (
+            int(number) == os.getpid() or not psutil.pid_exists(int(number))
+        )
+        if is_dead:
+            logger.info("%s: left by a process that was killed; removed", path)
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def check_target(target: Path) -> None:

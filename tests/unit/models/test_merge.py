@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import resource
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +69,12 @@ def test_each_weight_is_the_formula_rounded_once_and_the_rest_is_the_bases(
     assert adapted == 2 * 7
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "is_tied"), [*((form, True) for form in FORMS), ("head", False)])
 def test_transformers_loads_the_folder_with_the_logits_that_peft_gives_the_adapter(
-    form: str, base: Path, tmp_path: Path
+    form: str, is_tied: bool, tmp_path: Path
 ) -> None:
+    options = {"dtype": torch.bfloat16, "tie_word_embeddings": is_tied}
+    base = tiny.write_model(tmp_path / "base", **options)
     adapter = write_adapter(base, tmp_path / "adapter", **FORMS[form])
     told = merge_adapter(adapter, output_dir=tmp_path / "merged", dtype=torch.float32)
     ids = torch.tensor([[1, 2, 3, 200, 17]])
@@ -79,6 +84,7 @@ def test_transformers_loads_the_folder_with_the_logits_that_peft_gives_the_adapt
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert model.dtype == torch.float32
     assert model.config.use_cache
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == is_tied
     torch.testing.assert_close(
         model(input_ids=ids).logits, reference(input_ids=ids).logits, rtol=1e-4, atol=1e-5
     )
@@ -204,6 +210,49 @@ def test_files_that_arent_the_model_leave_nothing_behind(
     with pytest.raises(ModelError, match=r"1 tensors aren't in the written files .*model.norm"):
         merge_adapter(adapter, output_dir=tmp_path / "merged")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]
+
+
+def test_a_full_disk_is_one_message_and_leaves_nothing(base: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(base, tmp_path / "adapter")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # no file may be larger
+    try:
+        with pytest.raises(ModelError, match=r"merged: can't be written: .*File too large"):
+            merge_adapter(adapter, output_dir=tmp_path / "merged")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]
+
+
+def test_a_killed_merge_has_no_name_and_the_next_one_clears_up_behind_it(
+    base: Path, tmp_path: Path
+) -> None:
+    adapter = write_adapter(base, tmp_path / "adapter")
+    before = contents(base), contents(adapter)
+
+    def killed(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if child == 0:
+        torch.set_num_threads(1)  # the others' threads are no part of a fork
+        merge_module._check_files = killed  # all is written, and has no name yet
+        try:
+            merge_adapter(adapter, output_dir=tmp_path / "merged")
+        finally:
+            os._exit(1)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    (left,) = tmp_path.glob(".merged.*")
+    assert (left / "model.safetensors").is_file()
+    # In a container the next process may have the same number; and another one's work stays.
+    left.rename(tmp_path / f".merged.partial-{os.getpid()}")
+    (tmp_path / f".merged.partial-{child}").mkdir()
+    others = tmp_path / f".merged.partial-{os.getppid()}"
+    others.mkdir()
+    merge_adapter(adapter, output_dir=tmp_path / "merged")
+    assert list(tmp_path.glob(".merged.*")) == [others]
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
+    assert (contents(base), contents(adapter)) == before
 
 
 def test_an_adapter_of_another_tool_without_our_digest_merges(base: Path, tmp_path: Path) -> None:
