@@ -54,11 +54,13 @@ def test_the_end_of_the_data_is_saved_whatever_the_interval(
     assert steps_in(tmp_path / "out") == [2, 3]  # 10 rows, 4 a step: 3 steps
 
 
-def test_max_steps_per_epoch_0_trains_nothing_and_writes_step_0(
-    tmp_path: Path, tiny_model_dir: Path
+def test_no_steps_train_nothing_which_is_said_and_write_step_0(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write_config(tmp_path, model=tiny_model_dir, recipe=RECIPES[0])
     assert legato("run", "--config", config, "max_steps_per_epoch=0") == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "max_steps_per_epoch: 0, so that nothing is trained: the model is written as" in said
     assert steps_in(tmp_path / "out") == [0]
     base = AutoModelForCausalLM.from_pretrained(tiny_model_dir).state_dict()
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "step_0").state_dict()

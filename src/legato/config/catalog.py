@@ -6,9 +6,12 @@ import difflib
 from dataclasses import dataclass
 from pathlib import Path
 
+from legato.config.names import COMPRESSIONS, FILE_KINDS
 from legato.errors import ConfigError
 
 HUB = Path(__file__).parent / "hub"
+_DATA_FILES = (*FILE_KINDS, *COMPRESSIONS)
+_BLANKS = b"\xef\xbb\xbf \t\r\n"  # a byte order mark among them
 SCHEMA_FILE = Path(__file__).parent / "run_config.schema.json"
 
 
@@ -51,9 +54,15 @@ def find_config(name_or_path: str) -> ConfigFile:
         The config's text and names.
 
     Raises:
-        ConfigError: Neither exists, or the file isn't UTF-8 text.
+        ConfigError: Neither exists, the file holds rows, or it isn't UTF-8 text.
     """
     path = Path(name_or_path)
+    if path.is_file() and _holds_rows(path):
+        raise ConfigError(
+            f"{name_or_path}: expected a config, found a data file. Name a config and give it the "
+            f"file: smollm2/135M_lora_single_device dataset={name_or_path}, with model=FOLDER for "
+            "a model of your own. `legato ls` lists the configs."
+        )
     output_dir = f"out/{path.stem}"
     if not path.is_file():
         packaged = hub_path(name_or_path)
@@ -71,6 +80,15 @@ def find_config(name_or_path: str) -> ConfigFile:
     except OSError as error:
         raise ConfigError(f"{name_or_path}: can't be read: {error.strerror}") from error
     return ConfigFile(path.stem, output_dir, name_or_path, text)
+
+
+def _holds_rows(path: Path) -> bool:
+    """Told by the name; a .json may be a config as well, and isn't if it begins as a list does."""
+    if not path.name.lower().endswith(_DATA_FILES):
+        return False
+    return path.suffix.lower() != ".json" or path.read_bytes()[:100].lstrip(_BLANKS).startswith(
+        b"["
+    )
 
 
 def _not_found(name_or_path: str) -> str:

@@ -25,6 +25,8 @@ from legato.errors import ConfigError
 
 # For each worker one to do and two that wait, so that none waits for whoever reads.
 _CHUNKS_AHEAD = 3
+# Rows that are read behind the first bad one, so that others are named with it.
+_ROWS_BEHIND_BAD = 5000
 
 
 def build_data(
@@ -66,11 +68,17 @@ def build_data(
         chunks = map_ahead(
             maker, row_chunks(rows), num_workers=num_workers, ahead=_CHUNKS_AHEAD * num_workers
         )
+        enough: int | None = None
         with closing(chunks):
             for chunk in chunks:
                 account.add(chunk)
                 for row, sample in chunk.samples:
                     columns.append(sample, row=rows_before + row, dataset=number)
+                if account.num_bad and on_bad_row == "error":
+                    enough = enough or account.num_rows + _ROWS_BEHIND_BAD
+                    if account.num_rows >= enough:
+                        break
+        account.refuse_bad_rows()
         account.refuse_nothing_left()
         rows_before += account.num_rows
         warnings += account.warnings()
@@ -123,8 +131,9 @@ def split_validation(
     count = round(val_set_size * len(rows)) if val_set_size < 1 else int(val_set_size)
     if not 0 < count < len(rows):
         raise ConfigError(
-            f"val_set_size: {val_set_size:g} of {len(rows)} rows holds out {count}; "
-            "at least one row must stay on each side"
+            f"val_set_size: {val_set_size:g}, as the config has it, holds out {count:,} of the "
+            f"{len(rows):,} rows of its datasets; at least one must stay on each side. Set it to a "
+            "share (val_set_size=0.1), to fewer rows, or to 0 for no evaluation"
         )
     held_out = rows[permutation(len(rows), seed=seed, epoch=BEFORE_ALL_EPOCHS)[:count]]
     is_held_out = np.isin(data.rows, held_out)

@@ -12,10 +12,12 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from legato.data.bare import STRADDLING, BareTexts, finished_sample
 from legato.data.bounds import token_bounds, tokens_of
 from legato.data.examples import ROLES, Example, Message, with_call_ids
-from legato.data.samples import Indices, Mask, Sample, Tally
+from legato.data.samples import Indices, Sample, Tally
 from legato.data.spans import (
+    EMPTY_THOUGHT,
     Marked,
     PlannedText,
     Span,
@@ -31,17 +33,27 @@ from legato.data.vocabulary import refuse_unknown
 from legato.errors import ConfigError, DataError
 
 STOP_APPENDED = "answers without a stop token in the template, appended"
-STRADDLING = (
-    "answers that begin inside a token which also holds the end of the prompt, and which inference "
-    "never sees (strip the white space at their beginning)"
+RETOKENIZED = (
+    "answers whose prompt ends in other tokens than inference sees, as the tokenizer cuts white "
+    "space otherwise where an answer follows"
 )
-SEGMENTS_STOPPED = "rows whose last segment is trained and ends without a stop token, appended"
 EMPTY = "trained turns that are empty, so that only the stop token is trained"
 MARKS_DIFFER = (
     "answers that aren't what the template's {% generation %} marks "
     "(trained is what inference needs)"
 )
+THOUGHT_TRAINED = (
+    "turns before whose answer the template puts {added}; it is trained, as inference doesn't give "
+    "it"
+)
+THOUGHT_GIVEN = (
+    "turns before whose answer the template puts an empty thought; it isn't trained, as inference "
+    "gives it"
+)
 SPLIT_OFF = "turns that became samples of their own, because "
+
+# Most templates end every prompt alike.
+_MOST_PROMPT_ENDS = 100
 
 Tools = Sequence[dict[str, Any]]
 Encoded = tuple[PlannedText, list[int], list[tuple[int, int]]]
@@ -107,6 +119,8 @@ class ChatFormatter:
         self._train_on_inputs = train_on_inputs
         self._roles_to_train = frozenset(roles_to_train)
         self._turns_to_train = turns_to_train
+        self._added_ids = frozenset(tokenizer.added_tokens_decoder)
+        self._prompt_ends: dict[str, list[int]] = {}
         control = sorted(t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
         self._control_tokens = re.compile("|".join(map(re.escape, control))) if control else None
         self._control_tokens_allowed = special_tokens_in_text == "allow"
@@ -118,7 +132,12 @@ class ChatFormatter:
         self._rendered_template = template_found.frozen
         self._has_marks = template_found.marks_answers
         self._names_calls = template_found.names_calls
-        self._opening = opening_ids(tokenizer)
+        self._bare = BareTexts(
+            opening=opening_ids(tokenizer),
+            stop_id=self._stop_id,
+            stop_ids=self.stop_ids,
+            train_on_inputs=train_on_inputs,
+        )
         self._variables = tokenizer.special_tokens_map | dict(template_kwargs or {})
 
     @property
@@ -134,7 +153,7 @@ class ChatFormatter:
             "control_tokens_allowed": self._control_tokens_allowed,
             "stop_ids": sorted(self.stop_ids),
             "stop_id": self._stop_id,
-            "opening": self._opening,
+            "opening": self._bare.opening,
             "vocab_size": self._vocab_size,
             "notes": self.notes,
         }
@@ -271,11 +290,13 @@ class ChatFormatter:
 
     def _samples(self, example: Example, *, planned: list[Encoded], tally: Tally) -> list[Sample]:
         for _, ids, _ in planned:
-            refuse_unknown([*ids, *self._opening, self._stop_id], self._tokenizer, self._vocab_size)
+            refuse_unknown(
+                [*ids, *self._bare.opening, self._stop_id], self._tokenizer, self._vocab_size
+            )
         if example.text is not None:
-            return [self._plain_sample(example, ids) for _, ids, _ in planned]
+            return [self._bare.plain_sample(example, ids) for _, ids, _ in planned]
         if example.segments:
-            return [self._segments_sample(example, *each, tally) for each in planned]
+            return [self._bare.segments_sample(example, *each, tally=tally) for each in planned]
         return [self._sample(example, *each, tally) for each in planned]
 
     def _sample(
@@ -303,8 +324,16 @@ class ChatFormatter:
                 continue
             if not message.content.strip() and not message.tool_calls:
                 tally.add(EMPTY, sample_id)
+            if span.added:
+                is_thought = EMPTY_THOUGHT.fullmatch(span.added)
+                added = "an empty thought" if is_thought else repr(span.added)
+                tally.add(THOUGHT_TRAINED.format(added=added), sample_id)
+            elif span.has_stop and EMPTY_THOUGHT.search(planned.text, 0, span.start):
+                tally.add(THOUGHT_GIVEN, sample_id)
             if first < len(ids) and starts[first] < span.start < span.end:
                 tally.add(STRADDLING, sample_id)
+            elif span.has_stop and not self._is_prompted_alike(planned, span, ids[:first], starts):
+                tally.add(RETOKENIZED, sample_id)
         found[len(ids)] &= not left_out[len(ids)]
         if found[len(ids)]:
             ids = [*ids, self._stop_id]
@@ -313,7 +342,22 @@ class ChatFormatter:
         kept = int(np.flatnonzero(found)[-1]) + 1 if found.any() else len(ids)
         if self._train_on_inputs:
             found[:kept] = True
-        return _finished(ids[:kept], (found & ~left_out)[:kept], sample_id)
+        return finished_sample(ids[:kept], (found & ~left_out)[:kept], sample_id)
+
+    def _is_prompted_alike(
+        self, planned: PlannedText, span: Span, given: list[int], starts: Indices
+    ) -> bool:
+        """Whether the prompt alone, as inference tokenizes it, is what stands before an answer."""
+        # A tokenizer works on what is between added tokens: the prompt's end says it all.
+        last = next((j for j in reversed(range(len(given))) if given[j] in self._added_ids), 0)
+        end = planned.text[starts[last] if given else 0 : span.start]
+        alone = self._prompt_ends.get(end)
+        if alone is None:
+            backend = self._tokenizer.backend_tokenizer
+            alone = backend.encode(end, add_special_tokens=False).ids
+            if len(self._prompt_ends) < _MOST_PROMPT_ENDS:
+                self._prompt_ends[end] = alone
+        return given[last:] == alone
 
     def _stop(
         self, planned: PlannedText, span: Span, ids: list[int], starts: Indices, ends: Indices
@@ -335,46 +379,6 @@ class ChatFormatter:
                 )
         return len(ids)
 
-    def _plain_sample(self, example: Example, ids: list[int]) -> Sample:
-        """Plain text, opened as the tokenizer itself opens text (a BOS, or nothing), and ended."""
-        ids = self._opened(ids)
-        if not ids or ids[-1] != self._stop_id:
-            ids.append(self._stop_id)
-        return _finished(ids, np.ones(len(ids), dtype=np.bool_), example.sample_id)
-
-    def _opened(self, ids: list[int]) -> list[int]:
-        """``ids`` with what opens a text, once, whether it was written out or not."""
-        opening = self._opening
-        return list(ids) if ids[: len(opening)] == opening else [*opening, *ids]
-
-    def _segments_sample(
-        self,
-        example: Example,
-        planned: PlannedText,
-        ids: list[int],
-        offsets: list[tuple[int, int]],
-        tally: Tally,
-    ) -> Sample:
-        """Segments as they stand, opened as text is; the last one is ended if it is trained."""
-        starts, ends = token_bounds(offsets, len(planned.text))
-        trained = np.zeros(len(ids), dtype=np.bool_)
-        for span in planned.spans:
-            first, last = tokens_of(span, starts, ends)
-            if first < len(ids) and starts[first] < span.start < span.end:
-                tally.add(STRADDLING, example.sample_id)
-            trained[first : last + 1] = True
-        opened = self._opened(ids)
-        trained = np.append(np.zeros(len(opened) - len(ids), dtype=np.bool_), trained)
-        if example.segments[-1].is_trained and not self.stop_ids.intersection(opened[-1:]):
-            opened.append(self._stop_id)
-            trained = np.append(trained, True)
-            tally.add(SEGMENTS_STOPPED, example.sample_id)
-        kept = int(np.flatnonzero(trained)[-1]) + 1 if trained.any() else len(opened)
-        if self._train_on_inputs:
-            trained[:] = True
-            kept = len(opened)
-        return _finished(opened[:kept], trained[:kept], example.sample_id)
-
 
 def _guarded(
     example: Example,
@@ -390,9 +394,3 @@ def _guarded(
             raise problem from error.__cause__
         on_bad(problem, example.sample_id)
         return []
-
-
-def _finished(ids: Sequence[int], trained: Mask, sample_id: str) -> Sample:
-    trained = trained.copy()
-    trained[:1] = False  # nothing comes before the first token
-    return Sample(np.array(ids, dtype=np.int32), trained, sample_id)

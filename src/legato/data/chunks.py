@@ -51,7 +51,7 @@ class Chunk:
         num_rows: Rows read, bad ones included.
         samples: Usable samples, each with the number of its row.
         tally: What is worth saying about them.
-        first_problem: What is wrong with the first bad row that was skipped.
+        first_problem: What is wrong with the first bad row.
         unread: Columns and keys of turns that the format has no use for.
         num_stopped: Samples that train a stop token.
     """
@@ -77,7 +77,8 @@ class RowFormatter:
         formatter: Template, tokenizer, and which turns are trained.
         max_seq_len: Most tokens of a sample.
         excess_length: ``drop``, ``truncate`` or ``error``: what happens to a longer one.
-        on_bad_row: ``error`` or ``skip``: what happens to a row that can't be used.
+        on_bad_row: ``error`` or ``skip``: what becomes of rows that can't be used, for whoever
+            accounts for them.
     """
 
     spec: DatasetSpec
@@ -98,14 +99,11 @@ class RowFormatter:
             What became of them.
 
         Raises:
-            DataError: A row that can't be used, unless bad rows are to be skipped; a sample that is
-                too long, if that is an error.
+            DataError: A sample that is too long, if that is an error.
         """
         tally, problems = Tally(), list[DataError]()
 
         def bad(error: DataError, sample_id: str) -> None:
-            if self.on_bad_row == "error":
-                raise error
             problems.append(error)
             tally.add(BAD, sample_id)
 
@@ -234,7 +232,7 @@ class Account:
         num_tokens: Their tokens.
         num_loss_tokens: Tokens that the model is trained to produce.
         tally: What is worth saying about samples.
-        first_problem: What is wrong with the first bad row that was skipped.
+        first_problem: What is wrong with the first bad row.
         unread: Columns and keys of turns that the format has no use for.
         num_stopped: Samples that train a stop token.
     """
@@ -259,6 +257,30 @@ class Account:
         self.first_problem = self.first_problem or chunk.first_problem
         self.unread |= chunk.unread
         self.num_stopped += chunk.num_stopped
+
+    @property
+    def num_bad(self) -> int:
+        """Rows that can't be used."""
+        return self.tally.counts.get(BAD, 0)
+
+    def refuse_bad_rows(self) -> None:
+        """Raise :class:`DataError` if a row can't be used and none may be skipped."""
+        first = self.first_problem
+        if first is None or self.maker.on_bad_row == "skip":
+            return
+        others = "Mend the row"
+        if self.num_bad > 1:
+            named = self.tally.examples[BAD]
+            more = ", ..." if self.num_bad > len(named) else ""
+            others = (
+                f"Of {self.num_rows:,} rows read, {self.num_bad:,} can't be used "
+                f"({', '.join(named)}{more}). Mend them"
+            )
+        raise DataError(
+            f"{str(first).rstrip('.')}. {others}, or leave such rows out with on_bad_row: skip",
+            path=self.maker.spec.path,
+            num_bad=self.num_bad,
+        ) from first
 
     def refuse_nothing_left(self) -> None:
         """Raise :class:`DataError` if no sample was kept."""

@@ -20,7 +20,9 @@ from legato.data.tools import with_name
 # Two strings that no text contains and no template changes; two, so that a template can't be fitted
 # to one.
 PROBES = ("Qz7probeKw3x", "Jx4querryVb9")
+_ANCHOR = "Vk5anchorTz8"  # the same for the message before the one that is probed
 THINK_TAGS = re.compile(r"</?think>")
+EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*\Z")
 
 Render = Callable[[Sequence[Message], bool], str]
 """(messages, add_generation_prompt) -> text."""
@@ -33,6 +35,7 @@ class Split(StrEnum):
 
     PROMPT = "at inference the template renders the turns before it otherwise"
     CONTENT = "the template leaves out a part of it once other turns follow"
+    LATER = "the template writes it otherwise once other turns follow"
 
 
 class TemplateProblem(ValueError):
@@ -49,12 +52,15 @@ class Span:
         message: Number of the message, from 0.
         has_stop: True for what the model produces: then a stop token must follow and is trained
             too.
+        added: What the template puts between the generation prompt and the row's own words, white
+            space aside.
     """
 
     start: int
     end: int
     message: int
     has_stop: bool = True
+    added: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +116,8 @@ def plan_texts(
             continue
         last_answer = i
         found = _answer_span(joint, messages, i, render)
+        if isinstance(found, Span) and not _is_told_alike(joint, found, messages, render):
+            found = Split.LATER
         if isinstance(found, Span):
             spans.append(found)
         else:
@@ -214,7 +222,7 @@ def plan_segments(segments: Sequence[Segment]) -> PlannedText:
 
 def _answer_span(text: str, messages: Sequence[Message], i: int, render: Render) -> Span | Split:
     prompt = _prompt(messages, i, render)
-    _, after = _around(messages, i, render)
+    before, after = _around(messages, i, render)
     if not text.startswith(prompt):
         return Split.PROMPT
     start, end = len(prompt), len(text) - len(after)
@@ -222,7 +230,28 @@ def _answer_span(text: str, messages: Sequence[Message], i: int, render: Render)
         return Split.CONTENT
     if _dropped_call(messages, i, render, (prompt, after)) is not None:
         return Split.CONTENT
-    return Span(start, end, i)
+    return Span(start, end, i, added=_added(text, prompt, before, messages[i]))
+
+
+def _added(text: str, prompt: str, before: str, message: Message) -> str:
+    """What stands between ``prompt`` and the words of ``message`` and isn't of them."""
+    if message.reasoning or not before.startswith(prompt) or not text.startswith(before):
+        return ""
+    added = before[len(prompt) :].strip()
+    return "" if added in message.content else added
+
+
+def _is_told_alike(text: str, span: Span, messages: Sequence[Message], render: Render) -> bool:
+    """Whether the turn is written as it is where it's the last one, as at inference it is."""
+    head = messages[: span.message + 1]
+    if len(head) == len(messages):
+        return True
+    try:
+        alone = render(head, False)
+        last = _answer_span(alone, head, span.message, render)
+    except TemplateProblem:  # a call without its result, say: nothing to compare with
+        return True
+    return isinstance(last, Split) or alone[: last.end] == text[: span.end]
 
 
 def _prompt(messages: Sequence[Message], i: int, render: Render) -> str:
@@ -329,7 +358,7 @@ def _text_of_turn(
             "template that knows tools, as chat_template: chatml does"
         )
     content = _after_opened_thought(prompt, messages[i].content)
-    body = _lead(prompt, before, messages[:i]) + (rendered if as_rendered else content)
+    body = _lead(head, i, render) + (rendered if as_rendered else content)
     if not _holds(body, messages[i]) or (calls and not as_rendered):
         raise TemplateProblem(
             f"message {i + 1} has reasoning_content, and the template never writes it. "
@@ -345,13 +374,14 @@ def _after_opened_thought(prompt: str, content: str) -> str:
     return content.lstrip().removeprefix("<think>").lstrip("\n") if opens else content
 
 
-def _lead(prompt: str, before: str, earlier: Sequence[Message]) -> str:
+def _lead(messages: Sequence[Message], i: int, render: Render) -> str:
     """What the template writes between generation prompt and content: Mistral's space, for one.
 
     Both texts end with what follows the last message before the turn; where the training text goes
     on after that, the rest belongs to the answer.
     """
-    anchor = earlier[-1].content.strip()
-    header = prompt[prompt.rfind(anchor) :]
-    opened = before[before.rfind(anchor) :]
-    return opened[len(header) :] if anchor and opened.startswith(header) else ""
+    anchored = [*messages[: i - 1], _saying(messages[i - 1], _ANCHOR), *messages[i:]]
+    prompt = _prompt(anchored, i, render)
+    before, _ = _around(anchored, i, render)
+    header, opened = (text[text.rfind(_ANCHOR) :] for text in (prompt, before))
+    return opened[len(header) :] if _ANCHOR in prompt and opened.startswith(header) else ""

@@ -151,6 +151,7 @@ class Stream:
             for chunk in chunks:
                 if is_over():
                     return
+                self.account([chunk]).refuse_bad_rows()
                 if chunk.num_rows:
                     members.append(chunk)
                 is_whole = sum(each.num_rows for each in members) == self._block_rows
@@ -170,6 +171,7 @@ class Stream:
         with closing(self._rows(0)) as rows:
             first = itertools.islice(rows, self.num_held_out)
             chunks = tuple(map(self._maker, row_chunks(first)))
+        self.account(chunks).refuse_bad_rows()
         self.account(chunks).refuse_nothing_left()
         return self._samples(chunks)
 
@@ -199,7 +201,8 @@ class Stream:
                 if held and begin == held:
                     raise DataError(
                         f"val_set_size: {held:,} rows of {self.path} are held out, and it has no "
-                        "others to train on. Hold out fewer.",
+                        "others to train on. The config holds out so many; set val_set_size to "
+                        "fewer, or to 0 for no evaluation",
                         path=self.path,
                     )
                 behind = f" behind the {begin} that are read already" if begin else ""

@@ -22,6 +22,12 @@ def advise(config: RunConfig, *, module: nn.Module, total_steps: int) -> list[st
         One sentence or two for each.
     """
     told = []
+    if total_steps == 0:
+        keys = [key for key in ("max_steps", "max_steps_per_epoch") if getattr(config, key) == 0]
+        told.append(
+            f"{' and '.join(keys)}: 0, so that nothing is trained: the model is written as it "
+            "begins, as step_0. Set at least 1 to train."
+        )
     warmup = config.lr_scheduler.num_warmup_steps
     if 0 < total_steps <= warmup:
         highest = rate_of(config.model_dump(mode="json"), total_steps=total_steps)(total_steps)

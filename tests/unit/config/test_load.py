@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -403,6 +405,38 @@ def test_the_resolved_config_loads_to_the_same_config(load) -> None:  # type: ig
 def test_the_resolved_config_asks_for_no_length_that_nobody_asked_for(load) -> None:  # type: ignore[no-untyped-def]
     assert "max_seq_len" not in dump_yaml(load(FULL).config)
     assert "max_seq_len: 100" in dump_yaml(load(FULL, "max_seq_len=100").config)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("rows.jsonl", "{}"),
+        ("rows.csv.gz", "x"),
+        ("rows.parquet", "PAR1"),
+        ("rows.json", "\ufeff [{}]"),
+    ],
+)
+def test_a_data_file_instead_of_a_config_says_how_a_config_takes_it(
+    tmp_path: Path, name: str, text: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_config(str(path))
+    [told] = caught.value.problems
+    assert told.startswith(
+        f"{path}: expected a config, found a data file. Name a config and give it the file: "
+        f"smollm2/135M_lora_single_device dataset={path}, with model=FOLDER "
+    )
+    loaded = load_config("smollm2/135M_lora_single_device", [f"dataset={path}", "model=a"])
+    assert [each.path for each in loaded.config.datasets] == [str(path)]
+
+
+def test_a_config_may_be_json(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    packaged = load_config("smollm2/135M_lora_single_device")
+    path.write_text(json.dumps(yaml.safe_load(packaged.yaml)))
+    assert load_config(str(path)).config == packaged.config
 
 
 def test_a_missing_file_names_the_nearest_hub_config(tmp_path: Path) -> None:

@@ -192,7 +192,11 @@ def test_a_broken_line_is_an_error_with_its_place_or_skipped(tmp_path: Path) -> 
     path = tmp_path / "a.jsonl"
     good = json.dumps({"prompt": "Hi", "completion": "Ho"})
     path.write_text(f"{good}\n{{broken\n" + json.dumps({"prompt": "Hi"}) + f"\n{good}\n")
-    with pytest.raises(DataError, match=rf"^{path}:2: isn't valid JSON"):
+    with pytest.raises(
+        DataError,
+        match=rf"^{path}:2: isn't valid JSON: .* at column 2\. Of 4 rows read, 2 can't be used "
+        r"\(a.jsonl:2, a.jsonl:3\)\. Mend them, or leave such rows out with on_bad_row: skip$",
+    ):
         build(str(path))
     data = build(str(path), on_bad_row="skip")
     assert [data.sample_id(i) for i in range(len(data))] == ["a.jsonl:1", "a.jsonl:4"]
@@ -202,6 +206,24 @@ def test_a_broken_line_is_an_error_with_its_place_or_skipped(tmp_path: Path) -> 
     (warning,) = data.report.warnings
     assert warning.startswith(f"warning: {path}: 2 of 4 rows are bad rows, skipped. The first: ")
     assert ":2: isn't valid JSON" in warning
+
+
+def test_the_error_of_a_bad_row_offers_the_key_and_counts_the_others_that_are_near(
+    tmp_path: Path,
+) -> None:
+    good, bad = json.dumps({"text": "Hi"}), json.dumps({"text": 3})
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join([good, bad, good]))
+    with pytest.raises(
+        DataError,
+        match=r"a.jsonl:2: text is of type int; expected text\. "
+        "Mend the row, or leave such rows out with on_bad_row: skip$",
+    ):
+        build(str(path))
+    # Behind the first 250 rows, 5,000 more are looked at, and not a file of any length.
+    path.write_text("\n".join([bad] * 4 + [good] * 6_000 + [bad]))
+    with pytest.raises(DataError, match=r"Of 5,250 rows read, 4 can't be used .*:3, \.{3}\)"):
+        build(str(path))
 
 
 def test_rows_that_are_all_bad_are_an_error_that_shows_the_first(tmp_path: Path) -> None:
@@ -277,7 +299,9 @@ def test_held_out_rows_are_drawn_by_seed_and_keep_their_order(tmp_path: Path) ->
     assert split_validation(data, val_set_size=4, seed=1)[1].rows.tolist() == val.rows.tolist()
     assert split_validation(data, val_set_size=4, seed=2)[1].rows.tolist() != val.rows.tolist()
     for size in (20, 0, 0.001):
-        with pytest.raises(ConfigError, match="at least one row must stay on each side"):
+        with pytest.raises(
+            ConfigError, match=r"^val_set_size: .*, as the config has it, holds .* 0 for"
+        ):
             split_validation(data, val_set_size=size, seed=1)
 
 

@@ -67,11 +67,6 @@ def marked(
             "[[Hello there!<end_of_turn>]]\n<start_of_turn>user\nBye<end_of_turn>\n"
             "<start_of_turn>model\n[[See you.<end_of_turn>]]",
         ),
-        (
-            "qwen",
-            "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[[Hello there!<|im_end|>]]\n"
-            "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n[[See you.<|im_end|>]]",
-        ),
         # The token that stops an inner turn is the role token of the next one.
         (
             "glm",
@@ -113,6 +108,61 @@ def test_mistral_with_a_system_prompt_trains_after_the_prompt_that_inference_giv
     assert marked("mistral", *WITH_SYSTEM) == [
         "<s>[INST] Be brief.\n\nHi[/INST][[ Hello there!</s>]]"
     ]
+
+
+QWEN_HI = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+QWEN_BYE = "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"
+NO_THOUGHT = "<think>\n\n</think>\n\n"
+
+
+def test_an_empty_thought_that_inference_does_not_give_is_trained_before_every_answer() -> None:
+    tally = Tally()
+    assert marked("qwen", *TWO_TURNS, tally=tally) == [
+        f"{QWEN_HI}Hello there!<|im_end|>\n{QWEN_BYE}[[{NO_THOUGHT}See you.<|im_end|>]]",
+        f"{QWEN_HI}[[{NO_THOUGHT}Hello there!<|im_end|>]]",
+    ]
+    assert tally.examples == {
+        "turns before whose answer the template puts an empty thought; it is trained, as inference "
+        "doesn't give it": ["chats.jsonl:1", "chats.jsonl:1#2"],
+        "turns that became samples of their own, because the template writes it otherwise once "
+        "other turns follow": ["chats.jsonl:1#2"],
+    }
+
+
+def test_an_empty_thought_that_inference_gives_is_not_trained() -> None:
+    tally = Tally()
+    kwargs = {"enable_thinking": False}
+    assert marked("qwen", *TWO_TURNS, tally=tally, template_kwargs=kwargs) == [
+        f"{QWEN_HI}Hello there!<|im_end|>\n{QWEN_BYE}{NO_THOUGHT}[[See you.<|im_end|>]]",
+        f"{QWEN_HI}{NO_THOUGHT}[[Hello there!<|im_end|>]]",
+    ]
+    assert tally.counts == {
+        "turns before whose answer the template puts an empty thought; it isn't trained, as "
+        "inference gives it": 2,
+        "turns that became samples of their own, because at inference the template renders the "
+        "turns before it otherwise": 1,
+    }
+
+
+def test_what_a_template_puts_before_answers_is_named_and_a_rows_own_words_are_not() -> None:
+    words = "{{ message['content'] }}"
+    channel = tiny.CHATML.replace(
+        words, "{% if message['role'] == 'assistant' %}final: {% endif %}" + words
+    )
+    tally = Tally()
+    ChatFormatter(tiny.build_tokenizer(channel)).format([example(*TWO_TURNS)], tally=tally)
+    assert tally.counts == {
+        "turns before whose answer the template puts 'final:'; it is trained, as inference doesn't "
+        "give it": 2
+    }
+    for answer in (
+        Message("assistant", f"{NO_THOUGHT}Ho"),
+        Message("assistant", "<think>\nEasy.\n</think>\n\nHo"),
+        Message("assistant", "Ho", reasoning="Easy."),
+    ):
+        tally = Tally()
+        marked("qwen", TWO_TURNS[0], answer, tally=tally)
+        assert tally.counts == {}
 
 
 def test_a_thought_that_a_later_turn_would_hide_is_trained_in_a_sample_of_its_own() -> None:
