@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from legato.data.chat import ChatFormatter
 from legato.data.examples import Example
 from legato.data.formats import DatasetSpec, check_columns, convert_row, detect_format
+from legato.data.hub import ShardStart
 from legato.data.samples import DataReport, DatasetReport, Sample, Tally
 from legato.data.sources import BadRow, Row
 from legato.data.unread import unread_names
@@ -34,11 +35,13 @@ class RowChunk:
         epoch: The pass over the data set, from 0.
         first_row: Number of the first one in the data set, from 0.
         rows: They.
+        start: Of a streamed hub data set: the shard that the first one is in.
     """
 
     epoch: int
     first_row: int
     rows: Sequence[Row | BadRow]
+    start: ShardStart | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,7 @@ class Chunk:
         first_problem: What is wrong with the first bad row.
         unread: Columns and keys of turns that the format has no use for.
         num_stopped: Samples that train a stop token.
+        start: Of a streamed hub data set: the shard that the first row is in.
     """
 
     epoch: int
@@ -64,6 +68,7 @@ class Chunk:
     first_problem: DataError | None
     unread: frozenset[str]
     num_stopped: int
+    start: ShardStart | None = None
 
 
 @dataclass(frozen=True)
@@ -136,6 +141,7 @@ class RowFormatter:
             first_problem=problems[0] if problems else None,
             unread=frozenset(unread),
             num_stopped=sum(self._trains_stop(sample) for _, sample in fitted),
+            start=chunk.start,
         )
 
     def _trains_stop(self, sample: Sample) -> bool:

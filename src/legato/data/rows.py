@@ -81,6 +81,11 @@ class Skip:
         self._num_rows, self._path = num_rows, path
         self._began = self._said = time.monotonic()
 
+    def leave_out(self, num_rows: int) -> None:
+        """So many rows needn't be read past: the source was entered behind them."""
+        self.left -= num_rows
+        self._num_rows -= num_rows
+
     def take(self, num_rows: int = 1) -> None:
         """So many rows were read past."""
         self.left -= num_rows

@@ -11,13 +11,13 @@ import os
 import re
 from collections import Counter
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from legato.config.names import COMPRESSIONS, FILE_KINDS, HUB_NAME
+from legato.data.hub import HubSource, ShardStarts, read_hub
 from legato.data.readers import kind_of, read_file
 from legato.data.rows import BadRow, Row, Skip
-from legato.errors import DataError, MissingDependencyError
+from legato.errors import DataError
 
 __all__ = [
     "BadRow",
@@ -38,6 +38,7 @@ def read_rows(
     split: str | None = None,
     skip: int = 0,
     streaming: bool = False,
+    starts: ShardStarts | None = None,
     beside: Sequence[Path] = (),
 ) -> Generator[Row | BadRow, None, None]:
     """Every row of ``path``, in a fixed order.
@@ -46,9 +47,10 @@ def read_rows(
         path: A file, a glob, a folder, or a hub name, with a subset after a colon if there is one.
         split: Of a hub data set or of a folder laid out like one; a hub data set's is ``train`` if
             absent.
-        skip: Rows to leave out at the beginning. Tables are entered there at once, lines are read
-            past without being parsed.
+        skip: Rows to leave out at the beginning. Tables are entered there at once, a streamed hub
+            data set at a shard that ``starts`` names, lines are read past without being parsed.
         streaming: Take a hub data set row by row, instead of fetching all of it first.
+        starts: Where a streamed hub data set is entered; it notes where it could be.
         beside: Places of other data sets, from whose rows these are told by their ids.
 
     Returns:
@@ -59,10 +61,11 @@ def read_rows(
     """
     place = os.path.expanduser(path)
     past = Skip(skip, path=path)
+    starts = ShardStarts() if starts is None else starts
     if os.path.isdir(place) and split is not None:
         name = _short_names([Path(place), *beside])[Path(place)]
         hub = HubSource(place, _with_split(name, split), None, split, streaming)
-        return _read_hub(hub, past)
+        return read_hub(hub, past, starts)
     if os.path.isfile(place) or os.path.isdir(place) or glob.has_magic(place):
         if split is not None:
             raise DataError(
@@ -74,7 +77,7 @@ def read_rows(
         name, _, subset = path.partition(":")
         known_as = _with_split(path, split)
         hub = HubSource(name, known_as, subset or None, split or "train", streaming)
-        return _read_hub(hub, past)
+        return read_hub(hub, past, starts)
     raise DataError(
         f"{path}: no such file or folder (looked in {os.getcwd()}), and not a hub name either",
         path=path,
@@ -168,48 +171,3 @@ def _read_files(
                 past.take()
             else:
                 yield row
-
-
-@dataclass(frozen=True, slots=True)
-class HubSource:
-    """A data set that the ``datasets`` library can load: on the hub, or a folder laid out so."""
-
-    path: str
-    name: str
-    subset: str | None
-    split: str
-    streaming: bool
-
-
-def _read_hub(source: HubSource, past: Skip) -> Generator[Row | BadRow, None, None]:
-    path, split = source.path, source.split
-    try:
-        import datasets
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"{path} is read with the datasets package. Install it: pip install datasets"
-        ) from error
-    try:
-        loaded = datasets.load_dataset(path, source.subset, split=split, streaming=source.streaming)
-    except Exception as error:  # the library raises a dozen kinds, from ValueError to requests' own
-        offline = " HF_HUB_OFFLINE is set." if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
-        raise DataError(
-            f"{path}: there is no such file or folder here, and the hub's data set can't be "
-            "loaded: "
-            f"{type(error).__name__}: {error}{offline}",
-            path=path,
-        ) from error
-    number = 0
-    try:
-        for number, value in enumerate(loaded, start=1):
-            if past.left:
-                past.take()
-            else:
-                where = f"{path} ({split}): row {number}"
-                yield Row.of_table(f"{source.name}:{number}", where, value)
-    except Exception as error:  # of a network, or of a file of the data set
-        raise DataError(
-            f"{path} ({split}): can't be read on after row {number}: "
-            f"{type(error).__name__}: {error}",
-            path=path,
-        ) from error

@@ -28,6 +28,7 @@ from legato.data.chunks import (
 )
 from legato.data.dealing import Dealer, StepBatches
 from legato.data.formats import DatasetSpec
+from legato.data.hub import ShardStart, ShardStarts
 from legato.data.order import block_order
 from legato.data.packing import pack_samples
 from legato.data.prefetch import OneAhead
@@ -56,12 +57,20 @@ class StreamPlace:
         first_row: Number of the block's first row in the source, from 0.
         taken: Rows of the block, in its shuffled order, that have been trained on.
         digest: Of the block's samples; None: in steps of older versions, which had none.
+        start: Of a hub data set: the shard that the block begins in, where it is entered.
     """
 
     epoch: int
     first_row: int
     taken: int = 0
     digest: str | None = None
+    start: ShardStart | None = None
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> StreamPlace:
+        """The place that a checkpoint holds, from JSON."""
+        start = state.get("start")
+        return cls(**{**state, "start": None if start is None else ShardStart(**start)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +88,11 @@ class Block:
     first_row: int
     samples: TokenizedData
     chunks: tuple[Chunk, ...]
+
+    def place(self, taken: int, digest: str) -> StreamPlace:
+        """Where training stands in it, after so many of its rows in their order."""
+        start = self.chunks[0].start
+        return StreamPlace(self.epoch, self.first_row, taken, digest=digest, start=start)
 
 
 class Stream:
@@ -182,20 +196,24 @@ class Stream:
             account.add(chunk)
         return account
 
-    def _rows(self, skip: int) -> Generator[Row | BadRow, None, None]:
-        return read_rows(self._spec.path, split=self._spec.split, skip=skip, streaming=True)
+    def _rows(
+        self, skip: int, starts: ShardStarts | None = None
+    ) -> Generator[Row | BadRow, None, None]:
+        spec = self._spec
+        return read_rows(spec.path, split=spec.split, skip=skip, streaming=True, starts=starts)
 
     def _chunks(self, place: StreamPlace) -> Generator[RowChunk, None, None]:
         first_row = place.first_row
         for epoch in itertools.count(place.epoch):
             begin, before = first_row, -1
-            with closing(self._rows(first_row)) as rows:
+            starts = ShardStarts(place.start if epoch == place.epoch else None)
+            with closing(self._rows(first_row, starts)) as rows:
                 while before < first_row:
                     before = first_row
                     block = itertools.islice(rows, self._block_rows)
                     for chunk in row_chunks(block, epoch=epoch, first_row=first_row):
                         first_row += len(chunk.rows)
-                        yield chunk
+                        yield replace(chunk, start=starts.before(chunk.first_row))
             if first_row == begin:
                 held = self.num_held_out
                 if held and begin == held:
@@ -268,7 +286,9 @@ class StreamLoader:
         self.global_batch_size = global_batch_size
         self._stream, self._dealer, self._seed, self._pack_to = stream, dealer, seed, pack_to
         self._step = step
-        start = StreamPlace(0, stream.num_held_out) if place is None else StreamPlace(**place)
+        start = (
+            StreamPlace(0, stream.num_held_out) if place is None else StreamPlace.of_state(place)
+        )
         self._closing = threading.Event()
         self._blocks = OneAhead(stream.blocks(start, is_over=self._closing.is_set))
         self._account = stream.account()
@@ -295,8 +315,8 @@ class StreamLoader:
         """This rank's part of ``step``, which follows the last one that was asked for."""
         assert step == self._step + 1, f"a stream is read in order: {step} after {self._step}"
         self._step = step
-        epoch, rows = self._epoch, list[list[Sample]]()
-        while self._epoch == epoch and len(rows) < self.global_batch_size:
+        epoch, rows = self._block.epoch, list[list[Sample]]()
+        while self._block.epoch == epoch and len(rows) < self.global_batch_size:
             missing = self.global_batch_size - len(rows)
             chosen = self._order[self._taken : self._taken + missing]
             rows += [self._rows.documents(int(i)) for i in chosen]
@@ -310,17 +330,15 @@ class StreamLoader:
             ],
             num_rows=len(rows),
             epoch=epoch,
-            ends_epoch=self._epoch != epoch,
-            data_place=asdict(
-                StreamPlace(self._epoch, self._first_row, self._taken, digest=self.digest)
-            ),
+            ends_epoch=self._block.epoch != epoch,
+            data_place=asdict(self._block.place(self._taken, self.digest)),
         )
 
     def next_row(self) -> str:
         """Where the next step begins, in words."""
         return (
             f"row {self._taken + 1:,} of the {len(self._order):,} of the block of the stream that "
-            f"begins with row {self._first_row + 1:,} (pass {self._epoch + 1})"
+            f"begins with row {self._block.first_row + 1:,} (pass {self._block.epoch + 1})"
         )
 
     def first_document(self) -> Sample:
@@ -344,7 +362,7 @@ class StreamLoader:
         """Go to the next row that is to be trained on, through blocks that hold none."""
         while self._taken == len(self._order):
             block = self._blocks.take()
-            if block.epoch > self._epoch:
+            if block.epoch > self._block.epoch:
                 self._account.refuse_nothing_left()
                 for line in self.report().lines():
                     logger.info("pass %d has ended: %s", block.epoch, line)
@@ -352,13 +370,13 @@ class StreamLoader:
             self._enter(block)
 
     def _stands_at(self, place: StreamPlace) -> bool:
-        here = (self._epoch, self._first_row) == (place.epoch, place.first_row)
+        here = (self._block.epoch, self._block.first_row) == (place.epoch, place.first_row)
         return here and place.taken < len(self._order)
 
     def _enter(self, block: Block) -> None:
         for chunk in block.chunks:
             self._account.add(chunk)
-        self._epoch, self._first_row, self._taken = block.epoch, block.first_row, 0
+        self._block, self._taken = block, 0
         self.samples, self.digest = block.samples, samples_digest(block.samples)
         self._rows: Rows = (
             block.samples

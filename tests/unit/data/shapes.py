@@ -73,7 +73,7 @@ QWEN_THINKING = (
     "{{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n"
     "{% elif m.role == 'tool' %}"
     "{% if messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
-    "\n<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{{ '\n<tool_response>\n' + m.content }}\n</tool_response>"
     "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
     "{% elif not (loop.first and m.role == 'system') %}"
     "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
@@ -81,9 +81,13 @@ QWEN_THINKING = (
     "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n"
     "{% endif %}{% endif %}"
 )
+# The token that opens the next turn stops this one: the user's, or that of a tool's result.
 GLM = (
-    "[gMASK]<sop>{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    "[gMASK]<sop>{% for m in messages %}"
+    "<|{{ 'observation' if m.role == 'tool' else m.role }}|>"
+    "{% for c in m.tool_calls %}{{ c.function.name }}\n{{ c.function.arguments | tojson }}"
+    "{% else %}{{ '\n' + m.content }}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 PHI = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
@@ -138,9 +142,12 @@ SHAPES = {
     "qwen": Shape(QWEN_THINKING, ("<|im_start|>", "<|im_end|>"), eos="<|im_end|>"),
     "glm": Shape(
         GLM,
-        ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|endoftext|>"),
+        (
+            *("[gMASK]", "<sop>", "<|endoftext|>"),
+            *("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+        ),
         eos="<|endoftext|>",
-        more_stops=("<|user|>",),
+        more_stops=("<|user|>", "<|observation|>"),
     ),
     "phi": Shape(
         PHI,

@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from legato.data import ChatFormatter, Example, Message, Sample, Segment, marked_sample
 from legato.data.bounds import token_bounds
-from legato.data.chat import MARKS_DIFFER
+from legato.data.chat import MARKS_DIFFER, RETOKENIZED
 from legato.data.samples import Tally
+from legato.data.tools import ToolCall
 from legato.errors import ConfigError, DataError
 from tests.helpers import tiny
 from tests.unit.data.shapes import SHAPES, Shape, example, formatter
@@ -70,8 +71,8 @@ def marked(
         # The token that stops an inner turn is the role token of the next one.
         (
             "glm",
-            "[gMASK]<sop><|user|>\nHi<|assistant|>\n[[Hello there!<|user|>]]\n"
-            "Bye<|assistant|>\n[[See you.<|endoftext|>]]",
+            "[gMASK]<sop><|user|>\nHi<|assistant|>[[\nHello there!<|user|>]]\n"
+            "Bye<|assistant|>[[\nSee you.<|endoftext|>]]",
         ),
         (
             "phi",
@@ -104,9 +105,81 @@ def test_a_thought_that_the_prompt_opens_is_not_opened_twice() -> None:
     ]
 
 
-def test_mistral_with_a_system_prompt_trains_after_the_prompt_that_inference_gives() -> None:
-    assert marked("mistral", *WITH_SYSTEM) == [
-        "<s>[INST] Be brief.\n\nHi[/INST][[ Hello there!</s>]]"
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "chatml",
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+            "<|im_start|>assistant\n[[Hello there!<|im_end|>]]",
+        ),
+        (
+            "llama2",
+            "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST][[ Hello there! </s>]]",
+        ),
+        (
+            "llama3",
+            "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+            "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n[[Hello there!<|eot_id|>]]",
+        ),
+        # The system prompt goes to the last question, which in training isn't the last message.
+        ("mistral", "<s>[INST] Be brief.\n\nHi[/INST][[ Hello there!</s>]]"),
+        (
+            "qwen",
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+            "<|im_start|>assistant\n[[<think>\n\n</think>\n\nHello there!<|im_end|>]]",
+        ),
+        (
+            "glm",
+            "[gMASK]<sop><|system|>\nBe brief.<|user|>\nHi<|assistant|>"
+            "[[\nHello there!<|endoftext|>]]",
+        ),
+        (
+            "phi",
+            "<|system|>\nBe brief.<|end|>\n<|user|>\nHi<|end|>\n<|assistant|>\n"
+            "[[Hello there!<|end|>]]",
+        ),
+    ],
+)
+def test_an_answer_behind_a_system_prompt_follows_the_prompt_that_inference_gives(
+    name: str, expected: str
+) -> None:
+    assert marked(name, *WITH_SYSTEM) == [expected]
+
+
+CALL = ToolCall("rain", {"city": "Oslo"})
+TOOL_TURNS = (
+    Message("user", "Rain in Oslo?"),
+    Message("assistant", "", tool_calls=(CALL,), reasoning="I ask."),
+    Message("tool", "yes"),
+    Message("assistant", "Yes."),
+)
+
+
+def test_a_call_is_stopped_by_the_token_that_opens_its_result() -> None:
+    turns = [replace(message, reasoning=None) for message in TOOL_TURNS]
+    assert marked("glm", *turns) == [
+        '[gMASK]<sop><|user|>\nRain in Oslo?<|assistant|>[[rain\n{"city": "Oslo"}<|observation|>]]'
+        "\nyes<|assistant|>[[\nYes.<|endoftext|>]]"
+    ]
+
+
+def test_a_thought_before_a_call_stays_while_no_other_question_follows() -> None:
+    asked = "<|im_start|>user\nRain in Oslo?<|im_end|>\n<|im_start|>assistant\n"
+    call = '<tool_call>\n{"name": "rain", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>'
+    result = (
+        "<|im_start|>user\n<tool_response>\nyes\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert marked("qwen", *TOOL_TURNS) == [
+        f"{asked}[[<think>\nI ask.\n</think>\n\n{call}]]\n{result}[[{NO_THOUGHT}Yes.<|im_end|>]]"
+    ]
+    # An empty thought goes as soon as something follows.
+    turns = [replace(message, reasoning=None) for message in TOOL_TURNS]
+    assert marked("qwen", *turns) == [
+        f"{asked}{call}\n{result}[[{NO_THOUGHT}Yes.<|im_end|>]]",
+        f"{asked}[[{NO_THOUGHT}{call}]]",
     ]
 
 
@@ -136,6 +209,8 @@ def test_an_empty_thought_that_inference_gives_is_not_trained() -> None:
         f"{QWEN_HI}Hello there!<|im_end|>\n{QWEN_BYE}{NO_THOUGHT}[[See you.<|im_end|>]]",
         f"{QWEN_HI}{NO_THOUGHT}[[Hello there!<|im_end|>]]",
     ]
+    # This tokenizer, like GPT-2's, makes one token of two line breaks, but not before a word.
+    assert tally.counts.pop(RETOKENIZED) == 2
     assert tally.counts == {
         "turns before whose answer the template puts an empty thought; it isn't trained, as "
         "inference gives it": 2,

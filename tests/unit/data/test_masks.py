@@ -33,7 +33,7 @@ WRITTEN: dict[str, Callable[[str], str]] = {
     "mistral": lambda answer: f" {answer.strip()}",
     "gemma": lambda answer: answer.strip(),
     "qwen": lambda answer: "<think>\n\n</think>\n\n" + answer.lstrip("\n"),
-    "glm": lambda answer: answer,
+    "glm": lambda answer: f"\n{answer}",
     "phi": lambda answer: answer,
     "deepseek": lambda answer: answer,
 }

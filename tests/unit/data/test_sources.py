@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import ipc, parquet
 
+from legato.data.hub import ShardStart, ShardStarts
 from legato.data.sources import BadRow, Row, read_rows
 from legato.errors import DataError
 from tests.helpers.hub_datasets import dataset_hub
@@ -251,6 +252,7 @@ def test_a_hub_name_without_a_network_says_so() -> None:
 
 READ = """
 import json, sys
+from legato.data.hub import ShardStart, ShardStarts
 from legato.data.sources import read_rows
 for path, split, streaming in json.loads(sys.argv[1]):
     rows = read_rows(path, split=split, streaming=streaming, skip=1)
@@ -340,15 +342,45 @@ def test_reading_from_a_row_on_gives_the_rows_with_the_names_that_reading_all_gi
     assert list(read_rows(str(long_sources / name), skip=skip)) == whole[skip:]
 
 
-def test_a_streamed_split_gives_the_rows_of_the_loaded_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_a_streamed_split_gives_the_rows_of_the_loaded_one_and_is_entered_at_a_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    folder = write_jsonl(tmp_path / "rows" / "train.jsonl", [{"text": str(i)} for i in range(7)])
+    folder = tmp_path / "rows"
+    texts = ["0123", "456", "789"]
+    folder.mkdir()
+    for number, text in enumerate(texts):
+        path = folder / f"train-{number}.{kind}"
+        rows = [{"text": each} for each in text]
+        if kind == "parquet":
+            parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=2)
+        else:
+            write_jsonl(path, rows)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    loaded = list(read_rows(str(folder.parent), split="train"))
-    assert len(loaded) == 7
-    streamed = read_rows(str(folder.parent), split="train", streaming=True, skip=3)
+    loaded = list(read_rows(str(folder), split="train"))
+    assert [row.columns["text"] for row in loaded if isinstance(row, Row)] == list("0123456789")
+    starts = ShardStarts()
+    streamed = read_rows(str(folder), split="train", streaming=True, skip=3, starts=starts)
     assert list(streamed) == loaded[3:]
+    found = [starts.before(row) for row in range(10)]
+    shards = [ShardStart(0, 0, 3), ShardStart(4, 1, 3), ShardStart(7, 2, 3)]
+    assert found == [shards[0]] * 4 + [shards[1]] * 3 + [shards[2]] * 3
+    # What comes before the shard, but for the row that says the format, isn't read again.
+    if kind == "jsonl":
+        write_jsonl(folder / "train-0.jsonl", [{"text": "?"}])
+    for skip in (7, 8, 9):
+        starts = ShardStarts(shards[2])
+        again = read_rows(str(folder), split="train", streaming=True, skip=skip, starts=starts)
+        assert list(again) == loaded[skip:]
+        assert starts.before(skip) == shards[2]
+    # Of another number of shards, none is where it was: it's read past from the beginning.
+    (folder / "train-2.jsonl").unlink(missing_ok=True)
+    (folder / "train-2.parquet").unlink(missing_ok=True)
+    again = read_rows(
+        str(folder), split="train", streaming=True, skip=1, starts=ShardStarts(shards[2])
+    )
+    rest = [row.columns["text"] for row in again if isinstance(row, Row)]
+    assert rest == list("456" if kind == "jsonl" else "123456")
 
 
 def test_reading_past_many_rows_says_how_long_it_takes(
