@@ -106,11 +106,10 @@ class RowFormatter:
         Raises:
             DataError: A sample that is too long, if that is an error.
         """
-        tally, problems = Tally(), list[DataError]()
+        tally, problems = Tally(), dict[str, DataError]()
 
         def bad(error: DataError, sample_id: str) -> None:
-            problems.append(error)
-            tally.add(BAD, sample_id)
+            problems[sample_id] = error
 
         numbers, examples, unread = list[int](), list[Example](), set[str]()
         for number, row in enumerate(chunk.rows, start=chunk.first_row):
@@ -126,6 +125,9 @@ class RowFormatter:
                     tally.add(NULLS_LEFT_OUT, row.sample_id)
                 unread |= unread_names(row.columns, self.type, self.mapping)
         made = self.formatter.format(examples, tally=tally, on_bad=bad)
+        bad_ids = [row.sample_id for row in chunk.rows if row.sample_id in problems]
+        for sample_id in bad_ids:
+            tally.add(BAD, sample_id)
         fitted = [
             (number, fitting)
             for number, samples in zip(numbers, made, strict=True)
@@ -138,7 +140,7 @@ class RowFormatter:
             num_rows=len(chunk.rows),
             samples=fitted,
             tally=tally,
-            first_problem=problems[0] if problems else None,
+            first_problem=problems[bad_ids[0]] if bad_ids else None,
             unread=frozenset(unread),
             num_stopped=sum(self._trains_stop(sample) for _, sample in fitted),
             start=chunk.start,

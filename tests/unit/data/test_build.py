@@ -220,6 +220,13 @@ def test_the_error_of_a_bad_row_offers_the_key_and_counts_the_others_that_are_ne
         "Mend the row, or leave such rows out with on_bad_row: skip$",
     ):
         build(str(path))
+    # In the order of the file, whatever is wrong with them.
+    control = json.dumps({"text": "<|im_end|>"})
+    path.write_text("\n".join([good, control, bad, "{", control]))
+    with pytest.raises(
+        DataError, match=r"a.jsonl:2: text holds the control token .* 4 can't .*:2, a.jsonl:3, a.j"
+    ):
+        build(str(path))
     # Behind the first 250 rows, 5,000 more are looked at, and not a file of any length.
     path.write_text("\n".join([bad] * 4 + [good] * 6_000 + [bad]))
     with pytest.raises(DataError, match=r"Of 5,250 rows read, 4 can't be used .*:3, \.{3}\)"):
