@@ -66,6 +66,10 @@ class StreamPlace:
     digest: str | None = None
     start: ShardStart | None = None
 
+    def as_state(self) -> dict[str, Any]:
+        """The place as a checkpoint holds it; what a source doesn't have isn't named."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> StreamPlace:
         """The place that a checkpoint holds, from JSON."""
@@ -331,7 +335,7 @@ class StreamLoader:
             num_rows=len(rows),
             epoch=epoch,
             ends_epoch=self._block.epoch != epoch,
-            data_place=asdict(self._block.place(self._taken, self.digest)),
+            data_place=self._block.place(self._taken, self.digest).as_state(),
         )
 
     def next_row(self) -> str:
