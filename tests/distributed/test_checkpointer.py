@@ -35,7 +35,7 @@ from legato.errors import (
     RankDisagreementError,
 )
 from legato.storage import LocalStorage, MemoryStorage, RemoteStorage, Storage
-from tests.helpers import spawn
+from tests.helpers import random_trees, s3, spawn
 from tests.helpers.faults import FaultyStorage, Operation
 from tests.helpers.loops import Counter
 
@@ -46,15 +46,20 @@ class Sharded:
     """A small FSDP2 model: uneven rows, fewer rows than ranks, vectors, a plain buffer."""
 
     def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(
-            nn.Linear(4, 7), nn.GELU(), nn.Linear(7, 5), nn.GELU(), nn.Linear(5, 1)
-        )
-        self.model.register_buffer("scale", torch.arange(3.0))
+        self.model = self.build()
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         fully_shard(self.model, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.counter = Counter()
+
+    @staticmethod
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(4, 7), nn.GELU(), nn.Linear(7, 5), nn.GELU(), nn.Linear(5, 1)
+        )
+        model.register_buffer("scale", torch.arange(3.0))
+        return model
 
     @property
     def state(self) -> dict[str, Any]:
@@ -210,9 +215,11 @@ def placements(rank: int, folder: str) -> None:
             assert torch.equal(full.float(), whole[name].float()), name
         # Each rank has its own random states back.
         assert torch.equal(torch.rand(3), drawn)
+    random_trees.write_and_read(rank, f"{folder}/random", seeds=range(30))
 
 
 def test_every_placement_and_dtype_is_written_once_and_read_back(tmp_path: Path) -> None:
+    """Those of one example, and of random trees that other numbers of ranks read."""
     spawn.run(placements, 4, str(tmp_path))
     manifest = json.loads((tmp_path / "out/step_1/manifest.json").read_text())
     entry = manifest["files"]["model.safetensors"]
@@ -593,28 +600,40 @@ def test_hosts_that_share_no_disk_save_to_rank_0_and_resume_from_there() -> None
     assert first[1].startswith("host host-2 (rank 2) holds step_4, and host host-0 (rank 0), ")
 
 
-def save_to_a_store(rank: int, folder: str) -> None:
-    from fsspec.implementations.local import LocalFileSystem
-
-    # Whole files, no rename in one step, no shared writes: an object store that two processes see.
-    store = RemoteStorage(LocalFileSystem(auto_mkdir=True))
+def save_to_a_bucket(rank: int, address: str) -> Arrays:
+    """An object store: whole files with one writer each, no rename in one step."""
+    store = RemoteStorage(s3.connect(address))
+    group = dist.group.WORLD
     loop = Sharded()
     with Checkpointer(
-        f"{folder}/out", process_group=dist.group.WORLD, storage=store, keep=KeepLast(2)
+        "/bucket/run", process_group=group, storage=store, keep=KeepLast(2), max_file_bytes=200
     ) as checkpointer:
         for _ in (1, 2, 3):
             checkpointer.save(loop.state, step=loop.step())
-        expected = loop.whole()
+        expected = arrays(loop.whole())
     resumed = Sharded()
-    with Checkpointer(
-        f"{folder}/out", process_group=dist.group.WORLD, storage=store
-    ) as checkpointer:
+    with Checkpointer("/bucket/run", process_group=group, storage=store) as checkpointer:
         assert checkpointer.restore(resumed.state) == {"step": 3, "notes": []}
-        assert_equal(arrays(resumed.whole()), arrays(expected))
+        assert_equal(arrays(resumed.whole()), expected)
         if rank == 0:
             assert [info.step for info in checkpointer.steps()] == [2, 3]
+    return expected
 
 
-def test_ranks_save_to_an_object_store_where_the_manifest_is_the_commit(tmp_path: Path) -> None:
-    spawn.run(save_to_a_store, 2, str(tmp_path))
-    assert not list((tmp_path / "out").glob(".step*"))
+def test_ranks_save_to_a_bucket_and_one_process_goes_on_from_it() -> None:
+    pytest.importorskip("s3fs")
+    pytest.importorskip("moto.server")
+    with s3.serving() as address:
+        expected = spawn.run(save_to_a_bucket, 2, address)[0]
+        store = RemoteStorage(s3.connect(address))
+        assert store.list_folder("/bucket/run") == ["step_2", "step_3"]
+        assert len([n for n in store.list_folder("/bucket/run/step_3") if "-of-" in n]) > 1
+        model = Sharded.build()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        state = {"model": model, "optimizer": optimizer, "trainer": Counter()}
+        with Checkpointer("/bucket/run", storage=store, verify_on_load=True) as checkpointer:
+            assert checkpointer.restore(state) == {"step": 3, "notes": []}
+    found = {f"model/{name}": value for name, value in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        found |= {f"{key}/{name}": value for key, value in optimizer.state[parameter].items()}
+    assert_equal(arrays({name: value.detach() for name, value in found.items()}), expected)

@@ -55,7 +55,11 @@ def test_only_what_is_still_to_come_is_planned() -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"save_every_n_train_steps": 50}, "every 50 steps (best by train_loss)"),
+        ({"save_every_n_train_steps": 50}, "every 50 steps"),
+        (
+            {"save_every_n_train_steps": 50, "keep_best_n_checkpoints": 1},
+            "every 50 steps (best by train_loss)",
+        ),
         ({"save_every_n_train_steps": None}, ""),
         (
             {

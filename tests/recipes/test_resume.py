@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import re
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from legato.checkpoint import Checkpointer, ModelPart
 from legato.data import Batch
 from legato.recipes import runs
+from legato.report import byte_bar
 from legato.train.step import train_step
 from tests.helpers.runs import (
     RECIPES,
@@ -20,6 +24,7 @@ from tests.helpers.runs import (
     legato,
     losses,
     steps_in,
+    tensors,
     write_config,
 )
 from tests.helpers.tiny import CHATML, write_model
@@ -272,17 +277,62 @@ def test_another_global_batch_goes_on_with_the_next_row_and_says_which(
         assert stored["data_place"] == {"epoch": 2, "taken": 0, "steps": 0}
 
 
-def test_a_checkpoint_without_state_cannot_be_resumed_and_the_message_says_how(
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_checkpoint_without_state_cannot_be_resumed_and_the_remedy_named_works(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str], recipe: str
+) -> None:
+    config = write_config(tmp_path, model=tiny_model_dir, recipe=recipe)
+    step = tmp_path / "out" / "step_1"
+    assert legato("run", "--config", config, "max_steps=1", "save_only_model=true") == 0
+    assert not (step / "state").exists()
+    for more in ([], ["allow_missing=[optimizer]"], ["save_only_model=true"]):
+        capsys.readouterr()
+        assert legato("run", "--config", config, "max_steps=2", *more) != 0
+        message = " ".join(capsys.readouterr().err.split())
+        assert f"{step} holds weights and no training state" in message
+        assert "save_only_model" in message
+    model = step
+    if recipe.startswith("lora"):
+        model = tmp_path / "merged"
+        assert (
+            f"(legato merge {step} --output-dir DIR) and begin a new run with model=DIR" in message
+        )
+        assert legato("merge", step, "--output-dir", model) == 0
+    else:
+        assert f"or begin a new run with model={step} and another output_dir" in message
+    new = [f"model={model}", f"output_dir={tmp_path / 'other'}"]
+    assert legato("run", "--config", config, "max_steps=1", *new) == 0
+    assert steps_in(tmp_path / "other") == [1]
+
+
+def test_a_checkpoint_without_optimizer_state_is_gone_on_from_where_that_is_allowed(
     tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = write_config(tmp_path, model=tiny_model_dir, recipe=RECIPES[0])
-    assert legato("run", "--config", config, "max_steps=1", "save_only_model=true") == 0
-    assert not (tmp_path / "out" / "step_1" / "state").exists()
+    config = write_config(tmp_path, model=tiny_model_dir, recipe=RECIPES[0], max_steps=3)
+    assert legato("run", "--config", config, "stop_after_step=2") == 0
+    # A loop of one's own goes on from a run's step and keeps no optimizer.
+    with Checkpointer(tmp_path / "out") as whole, Checkpointer(tmp_path / "bare") as bare:
+        assert whole.source is not None
+        trainer = whole.read_trainer_state(whole.source)
+        weights = ModelPart(tensors=load_file(tmp_path / "out/step_2/model.safetensors"))
+        bare.save({"model": weights, "trainer": trainer}, step=2).result()
+    step = tmp_path / "bare" / "step_2"
+    assert (step / "state" / "trainer.json").exists()
+    other = tmp_path / "other"
+    again = ["run", "--config", config, f"output_dir={other}", f"resume_from_checkpoint={step}"]
     capsys.readouterr()
-    assert legato("run", "--config", config, "max_steps=2") != 0
-    message = capsys.readouterr().err
-    assert "step_1" in message
-    assert "save_only_model" in message
+    assert legato(*again) != 0
+    message = " ".join(capsys.readouterr().err.split())
+    assert f"{step} can't be restored: it holds no optimizer state" in message
+    assert "allow_missing: [optimizer]" in message
+    assert legato(*again, "allow_missing=[optimizer]") == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{step} holds no optimizer state: it begins anew, as allowed" in said
+    assert "goes on at step 3" in said
+    counts = [t.item() for key, t in tensors(other / "step_3").items() if ":step/" in key]
+    assert set(counts) == {1}
+    before, after = (load_file(s / "model.safetensors") for s in (step, other / "step_3"))
+    assert any(not torch.equal(after[key], before[key]) for key in before)
 
 
 def test_start_over_moves_the_steps_in_the_way_and_deletes_nothing(
@@ -303,11 +353,21 @@ def test_start_over_moves_the_steps_in_the_way_and_deletes_nothing(
     assert steps_in(moved) == [1, 2]
 
 
-def test_an_explicit_path_resumes_from_that_step(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_an_explicit_path_resumes_from_that_step_and_much_of_it_under_a_bar(
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = write_config(tmp_path, model=tiny_model_dir, recipe=RECIPES[0], epochs=2)
     assert legato("run", "--config", config, "save_every_n_train_steps=2") == 0
     other = tmp_path / "other"
     source = tmp_path / "out" / "step_4"
     arguments = [f"resume_from_checkpoint={source}", f"output_dir={other}"]
+    capsys.readouterr()
+    monkeypatch.setattr(byte_bar, "LARGE_BYTES", 1)
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "100"}.items():
+        monkeypatch.setenv(name, value)
     assert legato("run", "--config", config, *arguments) == 0
+    assert re.search(r"restoring.*kB", capsys.readouterr().err)
     assert_same_tensors(other / "step_6", tmp_path / "out" / "step_6")

@@ -50,7 +50,7 @@ def test_a_copied_script_refuses_what_it_does_not_do_and_what_a_resumed_run_cann
 
     assert legato("run", script, "--config", config) == 0
     assert legato("run", script, "--config", config) == 2
-    assert "holds a model and no training state" in capsys.readouterr().err
+    assert "holds weights and no training state" in capsys.readouterr().err
 
     other = ["save_only_model=false", f"output_dir={tmp_path / 'whole'}"]
     assert legato("run", script, "--config", config, *other) == 0

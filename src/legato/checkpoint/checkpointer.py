@@ -1,7 +1,4 @@
-"""The face of the checkpoint engine: open, restore, save, poll, close.
-
-docs/checkpoints.md shows it in a loop.
-"""
+"""The face of the checkpoint engine: open, restore, save, poll, close."""
 
 from __future__ import annotations
 
@@ -30,6 +27,7 @@ from legato.checkpoint.policy import (
     OnSignal,
     SavePolicy,
 )
+from legato.checkpoint.reading import ReadProgress
 from legato.checkpoint.records import Committed, PendingSave, SaveRecord, StepInfo
 from legato.checkpoint.restore import read_trainer_json, restore_parts
 from legato.checkpoint.retention import KeepRules
@@ -199,11 +197,10 @@ class Checkpointer:
 
     def check_space(self, state: Mapping[str, Any], planned_saves: int) -> int | None:
         """Collective: hold what that many more saves of ``state`` take against the free space."""
-        each_bytes = self.checkpoint_bytes(state)
         check = partial(
             check_space,
             self._folder,
-            each_bytes=each_bytes,
+            each_bytes=self.checkpoint_bytes(state),
             planned_saves=planned_saves,
             max_kept=self._rules.max_kept,
         )
@@ -212,11 +209,14 @@ class Checkpointer:
 
     # ---- restoring -------------------------------------------------------------------------
 
-    def restore(self, state: Mapping[str, Any]) -> dict[str, Any] | None:
+    def restore(
+        self, state: Mapping[str, Any], *, progress: ReadProgress | None = None
+    ) -> dict[str, Any] | None:
         """Collective: fill ``state`` in place from `source`.
 
         Args:
             state: As for `save`. Keys, shapes and dtypes must be those of the step, both ways.
+            progress: Shows how far it is, on any of the ranks; None: nobody.
 
         Returns:
             The ``trainer`` part's state; None if there is nothing to resume from.
@@ -224,15 +224,15 @@ class Checkpointer:
         Raises:
             CheckpointMismatchError: Something doesn't fit; ``.path``, ``.key``.
         """
-        source = self.source
-        if source is None:
+        if self.source is None:
             return None
         return restore_parts(
             sort_parts(state),
-            source,
+            self.source,
             storage=self._storage,
             rank=self._control.rank,
             allow_missing=self._allow_missing,
+            progress=progress,
         )
 
     # ---- saving ----------------------------------------------------------------------------
@@ -269,6 +269,8 @@ class Checkpointer:
         """
         seconds = 0.0
         if self._save_policy.needs_clock:
+            # A clock that is set back doesn't put the next save off until it has caught up.
+            self._last_save_at = min(self._last_save_at, self._clock())
             seconds = float(self._control.broadcast(self._clock() - self._last_save_at))
         return self._save_policy.reason(
             Moment(step, seconds, epoch_end=epoch_end, new_best=new_best, signalled=signalled)
@@ -288,7 +290,7 @@ class Checkpointer:
             1. (all ranks, before return) wait for the save before, then stage: copy this rank's
                tensors to host memory. JSON parts are read now. One small message: every rank has.
             2. (all ranks, background) agree on what is written; rank 0 makes
-               ``.step_<step>.tmp-<run id>/`` and all files; each rank writes its slices, syncs.
+               ``.step_<step>.tmp-...`` and all files; each rank writes its slices, syncs.
             3. (rank 0, background) when all ranks have reported: ``manifest.json``, sync, rename
                to ``step_<step>/``, sync its parent. Then links, then pruning.
 

@@ -4,10 +4,10 @@
 
     output_dir/
       step_500/                        committed: it got this name by one rename
-      .step_1000.tmp-<run id>/         being written, or left by a crash
+      .step_1000.tmp-<run id>-<id>/    being written, or left by a crash
       .torn-step_900-<time>/           a torn folder that stood in the way of a commit
       .trash-step_100-<time>/          pruned, being deleted
-      .pruned/step_100/                pruned with ``prune: move``
+      .pruned/step_100/                pruned with ``prune: move``, or what no save wrote into it
       .old-<time>/step_1500/           moved out of the way of a new branch
       latest -> step_500               a convenience; the folders are the truth
 
@@ -21,9 +21,11 @@ import dataclasses
 import logging
 import posixpath
 import re
+import uuid
 from collections.abc import Sequence
 from typing import Literal
 
+from legato.checkpoint.deletion import delete_step, move_strangers
 from legato.checkpoint.inspection import STEP_NAME, inspect
 from legato.checkpoint.manifest import (
     AMENDED_NAME,
@@ -45,6 +47,7 @@ POINTERS = ("latest", "best")
 _LEFTOVER = re.compile(
     r"\.step_[0-9]+\.tmp-.+|\.trash-step_[0-9]+-.+|(latest|best)\.tmp-.+", re.DOTALL
 )
+_WAS_STEP = re.compile(r"\.(?:trash|torn)-step_([0-9]+)-.+", re.DOTALL)
 _TORN = re.compile(r"\.torn-step_[0-9]+-.+", re.DOTALL)
 
 
@@ -61,6 +64,8 @@ class RunFolder:
         self.path = path
         # (step, when it was saved) -> what is wrong with its bytes, which somebody has read.
         self._damage: dict[tuple[int, float], str] = {}
+        # Where locks don't reach, another process of the same run may write the same step.
+        self._writer = uuid.uuid4().hex[:8]
 
     # ---- what is there ---------------------------------------------------------------------
 
@@ -145,7 +150,7 @@ class RunFolder:
                 run_id, branch, saved_at,
             ):  # fmt: skip
                 raise _exists(there)
-        path = self._at(f".step_{step}.tmp-{run_id}")
+        path = self._at(f".step_{step}.tmp-{run_id}-{self._writer}")
         if not self.storage.atomic_rename:
             path = self.step_path(step)
             if there is not None and not self._is_begun(path):
@@ -218,7 +223,8 @@ class RunFolder:
     def prune(self, step: int, *, how: Literal["delete", "move"], now: float) -> None:
         """Take ``step`` away: deleted, or moved to ``.pruned/``; one gone already is fine.
 
-        It is renamed first, so that no moment shows half of it under its name.
+        It is renamed first, so that no moment shows half of it under its name. Files that no save
+        wrote into it go to ``.pruned/``.
         """
         source = self.step_path(step)
         if self.storage.stat(source) is None:
@@ -227,14 +233,15 @@ class RunFolder:
             self.storage.make_folder(self._at(".pruned"))
             self._move(source, self._free_name(f".pruned/step_{step}"))
             return
-        trash = self._free_name(f".trash-step_{step}-{int(now)}")
         if self.storage.atomic_rename:
+            trash = self._free_name(f".trash-step_{step}-{int(now)}")
             self._move(source, trash)
-        else:
-            # Without its manifest it isn't complete any more.
-            self.storage.remove_file(posixpath.join(source, MANIFEST_NAME))
-            trash = source
-        self.storage.remove_tree(trash)
+            self._delete(trash, step)
+            return
+        move_strangers(self.storage, source, to=self._free_name(f".pruned/step_{step}"))
+        # Without its manifest it isn't complete any more.
+        self.storage.remove_file(posixpath.join(source, MANIFEST_NAME))
+        self.storage.remove_tree(source)
 
     def drop_state(self, committed: Committed) -> Committed:
         """Take ``state/`` away from a step: it stays a model that loads, and resumes no more."""
@@ -351,10 +358,15 @@ class RunFolder:
             self._move_aside(there, now=now)
         self.storage.rename(temporary, self.step_path(manifest.step))
 
+    def _delete(self, path: str, step: int) -> None:
+        delete_step(self.storage, path, strangers_to=self._free_name(f".pruned/step_{step}"))
+
     def _remove(self, path: str) -> None:
         try:
             found = self.storage.stat(path)
-            if found is not None and found.is_folder and not _is_pointer_leftover(path):
+            if was_step := _WAS_STEP.fullmatch(posixpath.basename(path)):
+                self._delete(path, int(was_step[1]))
+            elif found is not None and found.is_folder and not _is_pointer_leftover(path):
                 self.storage.remove_tree(path)
             else:
                 self.storage.remove_file(path)

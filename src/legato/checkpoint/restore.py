@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from legato.checkpoint.manifest import TRAINER_FILE
 from legato.checkpoint.parts import (
@@ -21,10 +21,11 @@ from legato.checkpoint.parts import (
     packed_pieces,
 )
 from legato.checkpoint.plan import MODEL_STEMS, OPTIMIZER_STEM, RNG_STEM
+from legato.checkpoint.reading import ReadProgress, StepTensors, unseen
 from legato.checkpoint.records import Committed
 from legato.checkpoint.staging import local
 from legato.errors import CheckpointMismatchError, CheckpointTornError
-from legato.hf_folder import FolderReader, TensorSpec, local_box
+from legato.hf_folder import TensorSpec
 from legato.storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ def restore_parts(
     storage: Storage,
     rank: int = 0,
     allow_missing: Collection[str] = (),
+    progress: ReadProgress | None = None,
 ) -> dict[str, Any]:
     """Fill ``parts`` in place from a committed step.
 
@@ -47,6 +49,7 @@ def restore_parts(
         rank: This process's number, for its random states.
         allow_missing: ``optimizer``, ``rng`` or names of other parts that the step, or the run,
             may lack.
+        progress: Shows how far it is; None: nobody.
 
     Returns:
         The ``trainer`` part's state; empty if the step holds none.
@@ -57,17 +60,16 @@ def restore_parts(
     """
     content = read_trainer_json(committed, storage=storage)
     has_state = committed.manifest.has_state
-    if not has_state and "optimizer" not in allow_missing:
-        _refuse(
-            committed.path,
-            "it was saved without what a resumed run needs (save_only_model, or "
-            "keep_last_n_states took it). Resume from an older step, or set allow_missing: "
-            "[optimizer] to go on with fresh optimizer state",
-            key="state",
-        )
-    with torch.no_grad():
-        state = _open(storage, committed, OPTIMIZER_STEM)
-        _restore_model(parts.model, committed, storage=storage, state=state)
+    if not has_state:
+        _refuse_unless_allowed(parts, committed.path, allow_missing)
+    weights = StepTensors.open(storage, committed, MODEL_STEMS[parts.model.kind])
+    state = StepTensors.open(storage, committed, OPTIMIZER_STEM)
+    total_bytes = _bytes_to_read(parts.model, weights, state)
+    with torch.no_grad(), (progress or unseen)(total_bytes=total_bytes) as on_read:
+        for tensors in (weights, state):
+            if tensors is not None:
+                tensors.on_read = on_read
+        _restore_model(parts.model, committed, weights=weights, state=state)
         if parts.optimizer is None and "optimizer" in content and "optimizer" not in allow_missing:
             _refuse(committed.path, "it holds optimizer state, the run has no optimizer", key=None)
         if parts.optimizer is not None and has_state:
@@ -75,8 +77,8 @@ def restore_parts(
                 parts.optimizer, state, content=content, path=committed.path,
                 masters=parts.model.masters, allow_missing=allow_missing,
             )  # fmt: skip
-        if parts.rng is not None:
-            _restore_rng(parts.rng, committed, storage=storage, rank=rank, allowed=allow_missing)
+    if parts.rng is not None:
+        _restore_rng(parts.rng, committed, storage=storage, rank=rank, allowed=allow_missing)
     stored: dict[str, Any] = content.get("parts", {})
     if has_state:
         _restore_others(parts.others, stored, path=committed.path, allowed=allow_missing)
@@ -108,23 +110,41 @@ def read_trainer_json(committed: Committed, *, storage: Storage) -> dict[str, An
     return content
 
 
-def _open(storage: Storage, committed: Committed, stem: str) -> FolderReader | None:
-    names = [
-        name
-        for name in committed.manifest.files
-        if name.startswith(stem) and name.endswith(".safetensors")
-    ]
-    return FolderReader(storage, committed.path, files=sorted(names)) if names else None
+def _refuse_unless_allowed(parts: Parts, path: str, allow_missing: Collection[str]) -> None:
+    """Of a step without ``state/``: every part that begins anew is to be allowed by name."""
+    anew = ["optimizer", *(["rng"] if parts.rng is not None else [])]
+    anew += [name for name in parts.others if name != "trainer"]
+    if not set(anew) <= set(allow_missing):
+        _refuse(
+            path,
+            "it was saved without what a resumed run needs (save_only_model, or "
+            "keep_last_n_states took it). Resume from an older step, or set allow_missing: "
+            f"[{', '.join(anew)}] to go on from its weights",
+            key="state",
+        )
+    logger.warning("%s holds weights alone: %s begin anew, as allowed", path, ", ".join(anew))
+
+
+def _bytes_to_read(model: ModelPart, weights: StepTensors | None, state: StepTensors | None) -> int:
+    """Bytes of the tensors to restore; of a weight whose master is stored, the master's."""
+    read = {model.key(name) for name in model.tensors if state is None or name not in model.masters}
+    specs = list(state.specs.values()) if state is not None else []
+    if weights is not None:
+        specs += [spec for key, spec in weights.specs.items() if key in read]
+    return sum(spec.size_bytes for spec in specs)
 
 
 def _restore_model(
-    model: ModelPart, committed: Committed, *, storage: Storage, state: FolderReader | None
+    model: ModelPart,
+    committed: Committed,
+    *,
+    weights: StepTensors | None,
+    state: StepTensors | None,
 ) -> None:
     path = committed.path
     if committed.manifest.kind != model.kind:
         _refuse(path, f"it holds {_a(committed.manifest.kind)}, the run trains {_a(model.kind)}")
-    reader = _open(storage, committed, MODEL_STEMS[model.kind])
-    specs = reader.specs if reader is not None else {}
+    specs = weights.specs if weights is not None else {}
     name_of = model.names_by_key()
     _compare_keys(path, expected=name_of, found=specs, what="the model")
     _compare(
@@ -133,31 +153,31 @@ def _restore_model(
         specs,
     )
     for name in model.tensors:
-        assert reader is not None
+        assert weights is not None
         key = model.key(name)
         live, master = model.tensors[name], model.masters.get(name)
         if master is None:
-            _fill(reader, key, live)
+            weights.fill(key, live)
         elif state is None:
             # Saved without state: the rounded value is all there is.
-            _fill(reader, key, master)
+            weights.fill(key, master)
             local(live).copy_(local(master))
         else:
             _fill_master(state, name, master, path=path)
             local(live).copy_(local(master))
 
 
-def _fill_master(state: FolderReader, name: str, master: Tensor, *, path: str) -> None:
+def _fill_master(state: StepTensors, name: str, master: Tensor, *, path: str) -> None:
     key = f"master/{name}"
     if key not in state.specs:
         _refuse(path, f"it holds no {key}: was master_weights changed?", key=key)
     _compare(path, {key: (master, master.dtype)}, state.specs)
-    _fill(state, key, master)
+    state.fill(key, master)
 
 
 def _restore_optimizer(
     part: OptimizerPart,
-    state: FolderReader | None,
+    state: StepTensors | None,
     *,
     content: Mapping[str, Any],
     path: str,
@@ -171,7 +191,13 @@ def _restore_optimizer(
     """
     if "optimizer" not in content:
         if "optimizer" not in allow_missing:
-            _refuse(path, "it holds no optimizer state", key="optimizer")
+            _refuse(
+                path,
+                "it holds no optimizer state. Resume from another step, or set allow_missing: "
+                "[optimizer] to go on with a fresh optimizer",
+                key="optimizer",
+            )
+        logger.warning("%s holds no optimizer state: it begins anew, as allowed", path)
         return
     keys = list(state.specs) if state is not None else []
     stored = {key.split("/", 1)[1] for key in keys} | content["optimizer"]["values"].keys()
@@ -204,7 +230,7 @@ def _restore_optimizer(
         value = _new_state(
             state.specs[key], parameter, moment=moment, group=group_of[id(parameter)]
         )
-        _fill(state, key, value)
+        state.fill(key, value)
         part.optimizer.state[parameter][moment] = value
     for name, scalars in content["optimizer"]["values"].items():
         part.optimizer.state[part.names[name]].update(scalars)
@@ -212,7 +238,7 @@ def _restore_optimizer(
         _restore_groups(part, content["optimizer"]["groups"], path=path)
 
 
-def _fill_packed(state: FolderReader, key: str, *, part: OptimizerPart, path: str) -> None:
+def _fill_packed(state: StepTensors, key: str, *, part: OptimizerPart, path: str) -> None:
     """Read one piece of a packed moment; the first one of each makes it."""
     place, name = key.split("/", 1)
     moment, piece = place.split(".", 1)
@@ -225,7 +251,7 @@ def _fill_packed(state: FolderReader, key: str, *, part: OptimizerPart, path: st
     if target is None:
         _refuse(path, f"{key} has no place in the optimizer's state: was torchao changed?", key=key)
     _compare(path, {key: (target, target.dtype)}, state.specs)
-    _fill(state, key, target)
+    state.fill(key, target)
 
 
 def _new_state(
@@ -261,7 +287,7 @@ def _restore_groups(part: OptimizerPart, stored: list[dict[str, Any]], *, path: 
 def _restore_rng(
     rng: RngPart, committed: Committed, *, storage: Storage, rank: int, allowed: Collection[str]
 ) -> None:
-    reader = _open(storage, committed, RNG_STEM)
+    reader = StepTensors.open(storage, committed, RNG_STEM)
     prefix = f"rank_{rank}/"
     keys = [key for key in (reader.specs if reader else ()) if key.startswith(prefix)]
     if reader is not None and keys:
@@ -285,14 +311,6 @@ def _restore_others(
     for name, part in others.items():
         if name in stored and hasattr(part, "load_state_dict"):
             part.load_state_dict(stored[name])
-
-
-def _fill(reader: FolderReader, key: str, target: Tensor) -> None:
-    """Read this rank's part of ``key`` into ``target``, rounding to its dtype."""
-    box = local_box(target) if type(target) not in (Tensor, nn.Parameter) else None
-    shard = local(target)
-    if shard.numel() > 0:
-        reader.read_into(key, box, shard, cast=True)
 
 
 def _compare(

@@ -62,8 +62,8 @@ def verify(
 ) -> None:
     """Read every byte of a checkpoint or a run; compare digests."""
     from legato.checkpoint.inspection import find_damage
-    from legato.cli.byte_bar import byte_bar
     from legato.errors import CheckpointTornError
+    from legato.report.byte_bar import byte_bar
 
     if is_step(path):
         folder, only = open_step(path)

@@ -303,7 +303,10 @@ class RunConfig(Section):
         "auto", "auto (the newest of this run), false, or a step folder.", on_resume="free"
     )
     allow_missing: list[Literal["optimizer"]] = key(
-        [], "Parts that a checkpoint to resume from may lack.", on_resume="free"
+        [],
+        "Parts that the state folder of a checkpoint to resume from may lack; without a state "
+        "folder nothing resumes.",
+        on_resume="free",
     )
     verify_on_load: Switch = key(False, "Compare digests when resuming.", on_resume="free")
     enable_async_checkpointing: Switch = key(

@@ -76,7 +76,7 @@ def start_facts(
 
 
 def save_when(config: RunConfig) -> str:
-    """When the config saves, and how it tells the best one without evaluation data, in words."""
+    """When the config saves, and how it tells the ones to keep as the best, in words."""
     when, words = config.save_every_n_train_steps, []
     if when is not None:
         rare = "from step {} on, ever more rarely"
@@ -88,8 +88,8 @@ def save_when(config: RunConfig) -> str:
     metric = metric_of_best(config)
     if saves_new_best(config):
         words.append(f"at each new best {metric}")
-    judged = f" (best by {metric})" if words and metric == "train_loss" else ""
-    return ", ".join(words) + judged
+    judges = config.keep_best_n_checkpoints is not None and metric == "train_loss"
+    return ", ".join(words) + (f" (best by {metric})" if words and judges else "")
 
 
 def device_detail(device: torch.device) -> str:

@@ -100,10 +100,14 @@ def read_state(opened: Checkpointer | Foresight, source: Committed) -> dict[str,
     """
     if stored := opened.read_trainer_state(source):
         return stored
+    merged, first = source.path, ""
+    if source.manifest.kind == "adapter":
+        merged, first = "DIR", f"merge it (legato merge {source.path} --output-dir DIR) and "
     raise ResumeError(
-        f"{source.path} holds a model and no training state (it was saved with save_only_model, or "
-        "keep_last_n_states took the state away): a run can't go on from it. Resume from a step "
-        f"with a state folder, or begin a new run with model={source.path} and another output_dir.",
+        f"{source.path} holds weights and no training state (it was saved with save_only_model, or "
+        "keep_last_n_states took the state away): a run can't go on from it, whatever "
+        f"allow_missing says. Resume from a step with a state folder, or {first}begin a new run "
+        f"with model={merged} and another output_dir.",
         path=source.path,
     )
 

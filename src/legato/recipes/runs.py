@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from legato.checkpoint import Checkpointer, SaveRecord
@@ -42,6 +43,7 @@ from legato.recipes.ranks import (
     check_mesh,
     check_same_config,
 )
+from legato.report.byte_bar import byte_bar
 from legato.report.loggers import RunFacts, build_loggers
 from legato.report.metrics import MetricsLog
 from legato.report.progress import Progress
@@ -174,7 +176,8 @@ def _run_on(
         say_new_rate(state, config, total_steps=total_steps)
 
     parts = build_parts(config, data, world=world, state=state)
-    checkpointer.restore(parts.saved)
+    shown = partial(byte_bar, "restoring") if world.is_main else None
+    checkpointer.restore(parts.saved, progress=shown)
     state.facts = {
         "start_date": state.facts["start_date"],
         "config": config.model_dump(mode="json"),

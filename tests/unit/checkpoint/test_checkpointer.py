@@ -6,6 +6,8 @@ import dataclasses
 import gc
 import json
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +207,47 @@ def test_an_adapter_folder_has_its_own_names_and_keys(tmp_path: Path) -> None:
         checkpointer.restore(full)
 
 
+class Shown:
+    """What a restore showed of itself: how much there is, and what was read of it, in order."""
+
+    def __init__(self) -> None:
+        self.total_bytes = 0
+        self.read: list[int] = []
+
+    @contextmanager
+    def __call__(self, *, total_bytes: int) -> Iterator[Callable[[int], None]]:
+        self.total_bytes = total_bytes
+        yield self.read.append
+
+
+def test_a_restore_shows_how_far_it_is(tmp_path: Path) -> None:
+    loop, shown = Loop().run_to(1), Shown()
+    with Checkpointer(tmp_path / "out") as checkpointer:
+        folder = Path(checkpointer.save(loop.state, step=1).result().path)
+    with Checkpointer(tmp_path / "out") as checkpointer:
+        checkpointer.restore(Loop().state, progress=shown)
+    stored = [t for file in folder.rglob("*.safetensors") for t in load_file(file).values()]
+    assert sorted(shown.read) == sorted(tensor.nbytes for tensor in stored)
+    assert shown.total_bytes == sum(shown.read)
+
+
+def test_of_weights_with_masters_a_restore_reads_and_shows_the_masters(tmp_path: Path) -> None:
+    def state() -> dict[str, Any]:
+        live = {"w": torch.ones(3, dtype=torch.bfloat16), "frozen": torch.ones(5)}
+        masters = {"w": torch.ones(3)}
+        part = ModelPart(tensors=live, masters=masters, file_dtype=torch.bfloat16)
+        optimizer = torch.optim.SGD(list(masters.values()), lr=0.1)
+        return {"model": part, "optimizer": OptimizerPart(optimizer, names=masters)}
+
+    shown = Shown()
+    with Checkpointer(tmp_path / "out") as checkpointer:
+        checkpointer.save(state(), step=1).result()
+    with Checkpointer(tmp_path / "out") as checkpointer:
+        checkpointer.restore(state(), progress=shown)
+    assert sorted(shown.read) == [3 * 4, 5 * 4]
+    assert shown.total_bytes == 3 * 4 + 5 * 4
+
+
 def test_random_states_come_back(tmp_path: Path) -> None:
     import random
 
@@ -304,19 +347,31 @@ def test_parts_and_optimizer_state_that_the_run_lacks_are_named(tmp_path: Path) 
         assert checkpointer.restore(Loop().state) == {"step": 1, "notes": []}
 
 
-def test_a_model_only_step_resumes_only_when_that_is_allowed(tmp_path: Path) -> None:
+def test_a_model_only_step_resumes_only_when_that_is_allowed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     loop = Loop().run_to(2)
     with Checkpointer(tmp_path / "out", save_only_model=True) as checkpointer:
         checkpointer.save(loop.state, step=2)
-    with (
-        Checkpointer(tmp_path / "out") as checkpointer,
-        pytest.raises(CheckpointMismatchError, match="save_only_model"),
-    ):
-        checkpointer.restore(Loop().state)
     resumed = Loop()
-    with Checkpointer(tmp_path / "out", allow_missing=["optimizer"]) as checkpointer:
-        assert checkpointer.restore(resumed.state) == {}
-    assert_same(dict(resumed.model.state_dict()), dict(loop.model.state_dict()))
+    more = {"rng": RngPart(), "scheduler": {"last": 0}}
+    for state, named in (
+        (resumed.state, ["optimizer"]),
+        (resumed.state | more, ["optimizer", "rng", "scheduler"]),
+    ):
+        for too_few in ([], named[1:], named[:-1]):
+            with (
+                Checkpointer(tmp_path / "out", allow_missing=too_few) as checkpointer,
+                pytest.raises(CheckpointMismatchError, match="save_only_model") as refused,
+            ):
+                checkpointer.restore(state)
+            assert f"allow_missing: [{', '.join(named)}]" in str(refused.value)
+        caplog.clear()
+        with Checkpointer(tmp_path / "out", allow_missing=named) as checkpointer:
+            assert checkpointer.restore(state) == {}
+        assert f"holds weights alone: {', '.join(named)} begin anew" in caplog.text
+        assert_same(dict(resumed.model.state_dict()), dict(loop.model.state_dict()))
+        assert not resumed.optimizer.state
 
 
 def test_a_step_that_this_branch_committed_is_returned_as_it_is(tmp_path: Path) -> None:
@@ -456,6 +511,10 @@ def test_due_asks_the_policy_and_the_clock(tmp_path: Path) -> None:
         checkpointer.save(Loop().state, step=11)
         assert checkpointer.due(12) is None
         assert checkpointer.due(12, signalled=True) is None
+        now[0] -= 86_400  # somebody set the clock right
+        assert checkpointer.due(13) is None
+        now[0] += 61
+        assert checkpointer.due(14) == "time"
 
 
 def test_records_tell_times_and_sizes(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from legato.checkpoint import Checkpointer
-from legato.cli import byte_bar
 from legato.cli.main import main
+from legato.report import byte_bar
 from legato.storage.local import LocalStorage
 
 CONFIG = """\

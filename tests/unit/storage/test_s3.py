@@ -10,36 +10,25 @@ import pytest
 from legato.checkpoint import Checkpointer, KeepLast
 from legato.checkpoint.lifecycle import RunFolder
 from legato.storage import FileInfo, RemoteStorage
+from tests.helpers import s3
 from tests.helpers.loops import Loop, assert_same
+from tests.helpers.s3 import PART_BYTES
 
-s3fs = pytest.importorskip("s3fs")
-moto_server = pytest.importorskip("moto.server")
+pytest.importorskip("s3fs")
+pytest.importorskip("moto.server")
 
 ROOT = "/bucket/run"
-_PART_BYTES = 5 << 20  # S3 takes no smaller parts, except the last
 
 
 @pytest.fixture
 def filesystem() -> Iterator[Any]:
-    server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    filesystem = s3fs.S3FileSystem(
-        key="test",
-        secret="test",
-        client_kwargs={"endpoint_url": f"http://{host}:{port}", "region_name": "us-east-1"},
-        default_block_size=_PART_BYTES,
-        skip_instance_cache=True,
-    )
-    filesystem.call_s3("create_bucket", Bucket="bucket")
-    yield filesystem
-    filesystem.rm("bucket", recursive=True)
-    server.stop()
+    with s3.serving() as address:
+        yield s3.connect(address)
 
 
 def test_a_file_in_parts_appears_whole_when_it_is_synced(filesystem: Any) -> None:
     storage = RemoteStorage(filesystem)
-    content = bytes(range(256)) * (3 * _PART_BYTES // 256) + b"tail"
+    content = bytes(range(256)) * (3 * PART_BYTES // 256) + b"tail"
     storage.create_file(f"{ROOT}/a", len(content))
     half = len(content) // 2
     storage.write_at(f"{ROOT}/a", half, content[half:])
@@ -68,8 +57,8 @@ def test_a_small_file_and_an_empty_one_too(filesystem: Any) -> None:
 def test_a_dropped_file_never_appears(filesystem: Any) -> None:
     storage = RemoteStorage(filesystem)
     storage.make_folder(f"{ROOT}/step_1")
-    storage.create_file(f"{ROOT}/step_1/a", 2 * _PART_BYTES)
-    storage.write_at(f"{ROOT}/step_1/a", 0, bytes(_PART_BYTES + 1))
+    storage.create_file(f"{ROOT}/step_1/a", 2 * PART_BYTES)
+    storage.write_at(f"{ROOT}/step_1/a", 0, bytes(PART_BYTES + 1))
     storage.remove_tree(f"{ROOT}/step_1")
     assert storage.list_folder(ROOT) == []
 
