@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from legato.checkpoint import Checkpointer, ModelPart
 from legato.data import Batch
-from legato.recipes import runs
+from legato.recipes import plan
 from legato.report import byte_bar
 from legato.train.step import train_step
 from tests.helpers.runs import (
@@ -118,10 +118,10 @@ def test_a_run_that_goes_on_the_next_day_trains_on_the_date_of_its_first_start(
         assert legato("run", "--config", config, f"output_dir={out}", *changes) == 0
         return out
 
-    monkeypatch.setattr(runs, "date", FirstDay)
+    monkeypatch.setattr(plan, "date", FirstDay)
     whole = run("whole")
     run("resumed", "stop_after_step=1")
-    monkeypatch.setattr(runs, "date", NextDay)
+    monkeypatch.setattr(plan, "date", NextDay)
     resumed, later = run("resumed"), run("later")
     assert_same_tensors(resumed / "step_3", whole / "step_3")
     assert losses(resumed) == losses(whole)
