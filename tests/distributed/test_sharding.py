@@ -124,15 +124,12 @@ def update_on_rank(rank: int, values: dict[str, Any]) -> list[dict[str, Any]]:
         gradients: dict[str, Any] = {}
         train_step(
             rows.as_batches(DATA, 2),
-            decode=loaded.decode,
-            head=loaded.head,
+            model=loaded.trainable(),
             optimizer=build_optimizer(loaded.parameters, lr=1e-3, stochastic_rounding=True),
-            parameters=loaded.parameters,
+            world=world,
             lr=1e-3,
-            seed=0,
             step=1,
-            sum_over_ranks=world.sum_over_ranks,
-            set_gradient_sync=loaded.set_gradient_sync,
+            seed=0,
             before_update=lambda: gradients.update(
                 whole({n: p.grad for n, p in loaded.parameters.items() if p.grad is not None})
             ),

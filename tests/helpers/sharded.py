@@ -106,20 +106,12 @@ def take_step(
 
     result = train_step(
         loader.micro_batches(step),
-        decode=loaded.decode,
-        head=loaded.head,
+        model=loaded.trainable(in_backward=updates),
         optimizer=optimizer,
-        parameters=parameters,
+        world=world,
         lr=lr,
-        seed=0,
         step=step,
-        masters=loaded.masters,
-        in_backward=updates,
-        rank=world.rank,
-        sum_over_ranks=world.sum_over_ranks,
-        device=world.device,
-        chunk_loss=loaded.chunk_loss,
-        set_gradient_sync=loaded.set_gradient_sync,
+        seed=0,
         before_update=look,
     )
     return Outcome(

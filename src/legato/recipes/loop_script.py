@@ -67,7 +67,7 @@ def main(config_file: str, *overrides: str) -> None:
                 check_inputs(state, config, data, accept=False)
             checkpointer.restore(parts.saved)
 
-            values, model = config.model_dump(mode="json"), parts.model
+            values = config.model_dump(mode="json")
             total_steps = plan_total_steps(config, data.loader)
             state.facts |= {"config": values, "total_steps": total_steps, "global_batch_size": rows}
             state.facts["inputs"] = data.inputs
@@ -77,18 +77,14 @@ def main(config_file: str, *overrides: str) -> None:
                 fetched = data.loader.fetch(step)
                 result = train_step(
                     fetched.batches,
-                    decode=model.decode,
-                    head=model.head,
+                    model=parts.model,
                     optimizer=parts.optimizer,
-                    parameters=model.parameters,
-                    masters=model.masters,
-                    in_backward=model.in_backward,
-                    chunk_loss=model.chunk_loss,
+                    world=world,
                     lr=learning_rate(step),
+                    step=step,
+                    seed=config.seed,
                     clip_grad_norm=config.clip_grad_norm,
                     on_nonfinite=config.on_nonfinite,
-                    seed=config.seed,
-                    step=step,
                     before_update=checkpointer.wait_staged,
                 )
                 state.advance(

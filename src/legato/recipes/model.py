@@ -28,8 +28,10 @@ from legato.parallel.mesh import build_mesh
 from legato.parallel.world import World
 from legato.recipes.methods import METHODS, Trained
 from legato.recipes.ranks import check_mesh
+from legato.train.in_backward import InBackward
 from legato.train.loss import ChunkLoss, compile_chunk_loss
 from legato.train.masters import Masters
+from legato.train.model import Decode, TrainableModel
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +60,7 @@ class LoadedModel:
     """
 
     trained: Trained
-    decode: Callable[..., Any]
+    decode: Decode
     head: nn.Module
     parameters: Mapping[str, nn.Parameter]
     masters: Masters | None
@@ -67,6 +69,19 @@ class LoadedModel:
     bytes_read: int | None = None
     chunk_loss: ChunkLoss | None = None
     quantized: QuantizedBase | None = None
+
+    def trainable(self, *, in_backward: InBackward | None = None) -> TrainableModel:
+        """The model as a step takes it; ``in_backward``: what updates its parameters early."""
+        return TrainableModel(
+            module=self.trained.module,
+            decode=self.decode,
+            head=self.head,
+            parameters=self.parameters,
+            masters=self.masters,
+            in_backward=in_backward,
+            set_gradient_sync=self.set_gradient_sync,
+            chunk_loss=self.chunk_loss,
+        )
 
 
 def build_model(config: RunConfig, *, world: World) -> LoadedModel:
@@ -221,9 +236,7 @@ def _sharded(config: RunConfig, world: World, sharding: Sharding) -> LoadedModel
     )
 
 
-def _offloaded(
-    config: RunConfig, decode: Callable[..., Tensor], world: World
-) -> Callable[..., Tensor]:
+def _offloaded(config: RunConfig, decode: Decode, world: World) -> Decode:
     if not config.enable_activation_offloading:
         return decode
     return offload_activations(decode, device=world.device)

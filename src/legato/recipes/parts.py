@@ -21,12 +21,13 @@ from legato.parallel.world import World
 from legato.recipes.answers import build_answers
 from legato.recipes.data import RunData
 from legato.recipes.methods import read_folder
-from legato.recipes.model import DTYPES, LoadedModel, build_model
+from legato.recipes.model import DTYPES, build_model
 from legato.recipes.policies import metric_of_best
 from legato.train.evaluate import evaluate
 from legato.train.in_backward import InBackward
+from legato.train.model import TrainableModel
 from legato.train.state import TrainState
-from legato.train.trainer import AnswerPrompts, Evaluate, TrainableModel, WatchedMetric
+from legato.train.trainer import AnswerPrompts, Evaluate, WatchedMetric
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -115,20 +116,12 @@ def build_parts(config: RunConfig, data: RunData, *, world: World, state: TrainS
         "optimizer": OptimizerPart(optimizer, names=loaded.parameters),
         "trainer": state,
     }
+    model = loaded.trainable(in_backward=in_backward)
     return RunParts(
-        model=TrainableModel(
-            module=module,
-            decode=loaded.decode,
-            head=loaded.head,
-            parameters=loaded.parameters,
-            masters=loaded.masters,
-            in_backward=in_backward,
-            set_gradient_sync=loaded.set_gradient_sync,
-            chunk_loss=loaded.chunk_loss,
-        ),
+        model=model,
         optimizer=optimizer,
         saved=saved,
-        evaluate=_evaluation(data.eval_loader, loaded, world),
+        evaluate=_evaluation(data.eval_loader, model, world),
         answer_prompts=build_answers(config, data, model=module),
         num_parameters=sum(p.numel() for p in module.parameters()),
         num_trainable_parameters=sum(p.numel() for p in loaded.parameters.values()),
@@ -137,19 +130,10 @@ def build_parts(config: RunConfig, data: RunData, *, world: World, state: TrainS
     )
 
 
-def _evaluation(loader: Loader | None, loaded: LoadedModel, world: World) -> Evaluate | None:
+def _evaluation(loader: Loader | None, model: TrainableModel, world: World) -> Evaluate | None:
     if loader is None:
         return None
-    return lambda should_stop: evaluate(
-        loader,
-        model=loaded.trained.module,
-        decode=loaded.decode,
-        head=loaded.head,
-        device=world.device,
-        chunk_loss=loaded.chunk_loss,
-        should_stop=should_stop,
-        sum_over_ranks=world.sum_over_ranks,
-    )
+    return lambda should_stop: evaluate(loader, model=model, world=world, should_stop=should_stop)
 
 
 def tokenizer_files(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> dict[str, bytes]:

@@ -6,25 +6,21 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import nn
 
 from legato.data.loader import Loader
 from legato.errors import DataError
 from legato.models.modes import evaluation_mode
-from legato.train.loss import ChunkLoss
-from legato.train.step import Decode, SumOverRanks, batch_loss, loss_positions
+from legato.parallel.world import World
+from legato.train.model import TrainableModel
+from legato.train.step import batch_loss, loss_positions
 
 
 def evaluate(
     loader: Loader,
     *,
-    model: nn.Module,
-    decode: Decode,
-    head: nn.Module,
-    device: torch.device,
-    chunk_loss: ChunkLoss | None = None,
+    model: TrainableModel,
+    world: World,
     should_stop: Callable[[], bool] | None = None,
-    sum_over_ranks: SumOverRanks | None = None,
 ) -> dict[str, float | int] | None:
     """Mean loss per trained token over the first epoch of ``loader``. Collective on several ranks.
 
@@ -34,14 +30,9 @@ def evaluate(
 
     Args:
         loader: The evaluation rows.
-        model: The module whose mode is switched.
-        decode: ``input_ids [B, T] -> hidden [B, T, D]``.
-        head: ``hidden [N, D] -> logits [N, V]``.
-        device: Where the model is.
-        chunk_loss: Loss of a chunk of logits, as in training.
-        should_stop: Asked between batches; true ends the evaluation early. The
-            same on every rank.
-        sum_over_ranks: Adds up numbers over all ranks; None: there is one rank.
+        model: What is evaluated.
+        world: The ranks, and where this one computes.
+        should_stop: Asked between batches; true ends the evaluation early. The same on every rank.
 
     Returns:
         ``eval_loss``, ``num_loss_tokens`` and ``eval_seconds``; None when it was ended early: a
@@ -52,7 +43,7 @@ def evaluate(
     """
     began = time.perf_counter()
     loss_sum, num_loss_tokens = 0.0, 0.0
-    with evaluation_mode(model, device), torch.no_grad():
+    with evaluation_mode(model.module, world.device), torch.no_grad():
         for step in range(1, loader.steps_per_epoch + 1):
             for batch in loader.micro_batches(step):
                 if should_stop is not None and should_stop():
@@ -61,15 +52,14 @@ def evaluate(
                 loss = batch_loss(
                     batch,
                     positions,
-                    decode=decode,
-                    head=head,
-                    device=device,
-                    chunk_loss=chunk_loss,
+                    decode=model.decode,
+                    head=model.head,
+                    device=world.device,
+                    chunk_loss=model.chunk_loss,
                 )
                 loss_sum += loss.item()
                 num_loss_tokens += len(positions)
-    if sum_over_ranks is not None:
-        loss_sum, num_loss_tokens = sum_over_ranks([loss_sum, num_loss_tokens])
+    loss_sum, num_loss_tokens = world.sum_over_ranks([loss_sum, num_loss_tokens])
     if not num_loss_tokens:
         raise DataError("evaluation: no token of its rows is trained")
     return {

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +16,10 @@ from torch.distributed.tensor import DTensor
 from legato.data.loader import Batch
 from legato.errors import DataError, ModelError, NonFiniteError
 from legato.optim.build import set_learning_rate
-from legato.train.in_backward import InBackward
+from legato.parallel.world import World
 from legato.train.loss import ChunkLoss, sum_token_loss
-from legato.train.masters import Masters
+from legato.train.model import Decode, TrainableModel
 from legato.train.rng import seed_everything
-
-Decode = Callable[..., Tensor]
-"""``(input_ids [B, T]) -> hidden [B, T, D]``, and position_ids ``[B, T]`` where rows are packed."""
-
-SumOverRanks = Callable[[list[float]], list[float]]
-GatherOverRanks = Callable[[Any], list[Any]]
 
 # Stands for "the update" where a micro-batch's number is expected.
 _UPDATE = -1
@@ -70,23 +63,14 @@ class StepTimes:
 def train_step(
     batches: Sequence[Batch],
     *,
-    decode: Decode,
-    head: nn.Module,
+    model: TrainableModel,
     optimizer: torch.optim.Optimizer,
-    parameters: Mapping[str, nn.Parameter],
+    world: World,
     lr: float,
-    seed: int,
     step: int,
-    masters: Masters | None = None,
-    in_backward: InBackward | None = None,
+    seed: int,
     clip_grad_norm: float | None = None,
     on_nonfinite: str = "stop",
-    rank: int = 0,
-    sum_over_ranks: SumOverRanks | None = None,
-    gather_over_ranks: GatherOverRanks | None = None,
-    device: torch.device | None = None,
-    chunk_loss: ChunkLoss | None = None,
-    set_gradient_sync: Callable[[bool], object] | None = None,
     before_update: Callable[[], object] | None = None,
 ) -> StepResult:
     """Take one optimizer step over ``batches``. Collective where there are several ranks.
@@ -96,26 +80,14 @@ def train_step(
 
     Args:
         batches: The micro-batches of this rank, as many as on every other rank; on any device.
-        decode: ``input_ids [B, T] -> hidden [B, T, D]``.
-        head: ``hidden [N, D] -> logits [N, V]``; a module that holds its own weights.
-        optimizer: Over exactly ``parameters``.
-        parameters: Canonical name -> what the optimizer holds: trainable parameters, or masters.
+        model: What is trained. It adds gradients up over the ranks itself, and doesn't average.
+        optimizer: Over exactly the model's ``parameters``.
+        world: The ranks, and where this one computes.
         lr: Rate of this update.
-        seed: The run's seed; each micro-batch draws from a stream derived from it.
         step: Number of this step, from 1.
-        masters: Where ``parameters`` come from, when some of them are fp32 copies.
-        in_backward: Makes backward update the parameters; then ``batches`` is a single one, and
-            nothing is clipped or skipped. None: they are updated after backward.
+        seed: The run's seed; each micro-batch draws from a stream derived from it.
         clip_grad_norm: Largest L2 norm of the whole gradient; None: no clipping.
         on_nonfinite: ``stop`` raises before the update, ``skip`` leaves the update out.
-        rank: This process's number.
-        sum_over_ranks: Adds up numbers over all ranks; None: there is one rank. Gradients are
-            then the caller's to add up (not to average).
-        gather_over_ranks: JSON values of all ranks, by rank; None: there is one rank.
-        device: Where the model computes; None: where its parameters are.
-        chunk_loss: Of :func:`sum_token_loss`; None: its own.
-        set_gradient_sync: Told before each micro-batch whether gradients are to be added up over
-            the ranks after it: only after the last one.
         before_update: Called when an update is certain, before anything is changed.
 
     Returns:
@@ -128,58 +100,61 @@ def train_step(
             weights are those of the step before unless ``.weights_changed``: updated in backward,
             they are spoiled by a gradient that isn't finite. ``.step``, ``.sample_ids``,
             ``.loss``, ``.grad_norm``.
-        ValueError: ``in_backward`` with what it can't do.
+        ValueError: The model updates ``in_backward``, with what that can't do.
     """
-    _check_parameters(optimizer, parameters)
+    _check_parameters(optimizer, model.parameters)
+    in_backward = model.in_backward
     if in_backward is not None and (
         len(batches) > 1 or clip_grad_norm is not None or on_nonfinite != "stop"
     ):
         raise ValueError(
             "in_backward: takes one micro-batch, no clip_grad_norm and on_nonfinite='stop'"
         )
-    device = device or next(iter(parameters.values())).device
     positions = [loss_positions(batch.trained) for batch in batches]
-    counts = [float(sum(map(len, positions))), float(sum(batch.num_tokens for batch in batches))]
-    num_loss_tokens, num_tokens = sum_over_ranks(counts) if sum_over_ranks else counts
+    num_loss_tokens, num_tokens = world.sum_over_ranks(
+        [float(sum(map(len, positions))), float(sum(batch.num_tokens for batch in batches))]
+    )
     if not num_loss_tokens:
         raise DataError(f"step {step}: no token of its rows is trained", step=step)
 
-    judge = partial(
-        _judge,
-        batches,
-        counts=(int(num_tokens), int(num_loss_tokens)),
-        sum_over_ranks=sum_over_ranks,
-        gather_over_ranks=gather_over_ranks,
-    )
+    judge = partial(_judge, batches, counts=(int(num_tokens), int(num_loss_tokens)), world=world)
+    begin_update = partial(_begin_update, optimizer, lr=lr, before_update=before_update)
 
     losses = []
     for number, (batch, at) in enumerate(zip(batches, positions, strict=True)):
-        seed_everything(seed, step, number, rank)
-        if set_gradient_sync is not None:
-            set_gradient_sync(number == len(batches) - 1)
-        loss = batch_loss(batch, at, decode=decode, head=head, device=device, chunk_loss=chunk_loss)
+        seed_everything(seed, step, number, world.rank)
+        if model.set_gradient_sync is not None:
+            model.set_gradient_sync(number == len(batches) - 1)
+        loss = batch_loss(
+            batch,
+            at,
+            decode=model.decode,
+            head=model.head,
+            device=world.device,
+            chunk_loss=model.chunk_loss,
+        )
         if in_backward is not None:
             # Backward changes the weights: all that can be known before is the loss.
             result = judge([loss.item()], 0.0)
             if result.skipped:
                 raise _nonfinite_error(result, step=step)
-            _prepare_update(optimizer, lr=lr, before_update=before_update)
+            begin_update()
         (loss / num_loss_tokens).backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
 
     if in_backward is not None:
-        norm = _total_norm(in_backward.take_norms().values(), parameters)
+        norm = _total_norm(in_backward.take_norms().values(), model.parameters)
     else:
-        norm = _clip(parameters, clip_grad_norm)
+        norm = _clip(model.parameters, clip_grad_norm)
     *sums, grad_norm = torch.stack([*losses, norm]).tolist()  # the step's one wait
     result = judge(sums, grad_norm)
     if not result.skipped and in_backward is None:
-        _prepare_update(optimizer, lr=lr, before_update=before_update)
+        begin_update()
         # Equal on every rank: replicas that round at random must round alike.
         seed_everything(seed, step, _UPDATE, 0)
         optimizer.step()
-        if masters is not None:
-            masters.publish()
+        if model.masters is not None:
+            model.masters.publish()
     optimizer.zero_grad(set_to_none=True)
     if result.skipped and on_nonfinite == "stop":
         raise _nonfinite_error(result, step=step, weights_changed=in_backward is not None)
@@ -253,7 +228,7 @@ def _check_parameters(
         )
 
 
-def _prepare_update(
+def _begin_update(
     optimizer: torch.optim.Optimizer, *, lr: float, before_update: Callable[[], object] | None
 ) -> None:
     if before_update is not None:
@@ -291,14 +266,12 @@ def _judge(
     grad_norm: float,
     *,
     counts: tuple[int, int],
-    sum_over_ranks: SumOverRanks | None,
-    gather_over_ranks: GatherOverRanks | None,
+    world: World,
 ) -> StepResult:
     """The step's figures, to be skipped if they aren't finite. Collective on several ranks."""
     num_tokens, num_loss_tokens = counts
     # Decided on what every rank knows: one that updates alone would wait for ever.
-    checked = [sum(sums), grad_norm]
-    total, norms = sum_over_ranks(checked) if sum_over_ranks else checked
+    total, norms = world.sum_over_ranks([sum(sums), grad_norm])
     is_finite = math.isfinite(total) and math.isfinite(norms)
     return StepResult(
         loss=total / num_loss_tokens,
@@ -306,18 +279,16 @@ def _judge(
         num_loss_tokens=num_loss_tokens,
         num_tokens=num_tokens,
         skipped=not is_finite,
-        nonfinite_ids=() if is_finite else _nonfinite_ids(batches, sums, gather_over_ranks),
+        nonfinite_ids=() if is_finite else _nonfinite_ids(batches, sums, world=world),
     )
 
 
-def _nonfinite_ids(
-    batches: Sequence[Batch], sums: list[float], gather_over_ranks: GatherOverRanks | None
-) -> tuple[str, ...]:
+def _nonfinite_ids(batches: Sequence[Batch], sums: list[float], *, world: World) -> tuple[str, ...]:
     """Samples of the micro-batches whose loss isn't finite, on any rank; of all if each one is."""
     found: list[list[str]] = [[], []]  # of broken micro-batches, of the others
     for batch, loss in zip(batches, sums, strict=True):
         found[math.isfinite(loss)].extend(batch.sample_ids)
-    by_rank = gather_over_ranks(found) if gather_over_ranks else [found]
+    by_rank = world.gather(found)
     broken = [sample_id for theirs, _ in by_rank for sample_id in theirs]
     return tuple(broken or [sample_id for _, theirs in by_rank for sample_id in theirs])
 

@@ -10,17 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import nn
-
 from legato.checkpoint import Checkpointer, PendingSave, SaveRecord
 from legato.data.dealing import Batch, BatchSource, StepBatches
 from legato.errors import CheckpointWriteError, LegatoError, NonFiniteError, StopRequested
 from legato.parallel.reports import launch_folder
 from legato.parallel.world import World
 from legato.train.fetching import fetch_together
-from legato.train.in_backward import InBackward
-from legato.train.loss import ChunkLoss
-from legato.train.masters import Masters
+from legato.train.model import TrainableModel
 from legato.train.signals import StopSignals
 from legato.train.state import BestMetric, TrainState
 from legato.train.step import StepResult, StepTimes, train_step
@@ -30,33 +26,6 @@ Evaluate = Callable[[Callable[[], bool]], Mapping[str, Any] | None]
 
 AnswerPrompts = Callable[[], Sequence[Mapping[str, str]]]
 """What the model says now: ``sample_id``, ``prompt``, ``expected``, ``answer`` of each prompt."""
-
-
-@dataclass(frozen=True)
-class TrainableModel:
-    """A causal language model as the loop sees it.
-
-    Attributes:
-        module: The live module; switched between train and eval mode.
-        decode: ``(input_ids [B, T]) -> hidden [B, T, D]``.
-        head: ``hidden [N, D] -> logits [N, V]``.
-        parameters: Canonical name -> the tensor that the optimizer updates: the trainable
-            parameter, or its fp32 master.
-        masters: fp32 copies of lower-precision parameters; None when there are none.
-        in_backward: Updates the parameters during backward; None: that is done after it.
-        set_gradient_sync: Told whether the next backward is to add gradients up over the ranks;
-            None: there is nothing to switch.
-        chunk_loss: Loss of a chunk of logits and its gradient, compiled; None: the plain one.
-    """
-
-    module: nn.Module
-    decode: Callable[..., Any]
-    head: nn.Module
-    parameters: Mapping[str, nn.Parameter]
-    masters: Masters | None = None
-    in_backward: InBackward | None = None
-    set_gradient_sync: Callable[[bool], object] | None = None
-    chunk_loss: ChunkLoss | None = None
 
 
 class StepSet(Protocol):
@@ -283,23 +252,14 @@ class Trainer:
     def _train_step(self, step: int, batches: list[Batch]) -> StepResult:
         return train_step(
             batches,
-            decode=self.model.decode,
-            head=self.model.head,
+            model=self.model,
             optimizer=self.optimizer,
-            parameters=self.model.parameters,
-            masters=self.model.masters,
-            in_backward=self.model.in_backward,
+            world=self.world,
             lr=self.learning_rate(step),
+            step=step,
+            seed=self.seed,
             clip_grad_norm=self.clip_grad_norm,
             on_nonfinite=self.on_nonfinite,
-            seed=self.seed,
-            step=step,
-            rank=self.world.rank,
-            sum_over_ranks=self.world.sum_over_ranks,
-            gather_over_ranks=self.world.gather,
-            device=self.world.device,
-            chunk_loss=self.model.chunk_loss,
-            set_gradient_sync=self.model.set_gradient_sync,
             # The snapshot of the last save must be complete before weights change.
             before_update=self.checkpointer.wait_staged,
         )

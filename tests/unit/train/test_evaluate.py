@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from legato.data.loader import Loader
 from legato.errors import DataError
 from legato.models.head import split_head
+from legato.parallel.world import World
 from legato.train.evaluate import evaluate
+from legato.train.model import TrainableModel
 from tests.helpers.rows import PAD_ID, Row, as_batch, as_data, as_labels, random_rows
 
-CPU = torch.device("cpu")
+ALONE = World.single("cpu")
 ROWS = random_rows((5, 9, 3, 12, 7, 4, 11))
 
 
@@ -36,9 +39,19 @@ def build_loader(batch_size: int, rows: list[Row] = ROWS) -> Loader:
     )
 
 
-def run(model: PreTrainedModel, loader: Loader, **changes: object) -> dict[str, float | int] | None:
+def trainable(model: PreTrainedModel) -> TrainableModel:
     decode, head = split_head(model)
-    return evaluate(loader, model=model, decode=decode, head=head, device=CPU, **changes)  # type: ignore[arg-type]
+    return TrainableModel(model, decode, head, parameters=dict(model.named_parameters()))
+
+
+def run(
+    model: PreTrainedModel,
+    loader: Loader,
+    *,
+    should_stop: Callable[[], bool] | None = None,
+    world: World = ALONE,
+) -> dict[str, float | int] | None:
+    return evaluate(loader, model=trainable(model), world=world, should_stop=should_stop)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 7])
@@ -57,11 +70,11 @@ def test_the_loss_is_transformers_mean_over_trained_tokens_whatever_the_batch(
 
 
 def test_modes_random_streams_and_gradients_are_as_before(model: PreTrainedModel) -> None:
-    decode, head = split_head(model)
+    trained = trainable(model)
     model.model.layers[0].eval()  # a module that is frozen in evaluation mode
     modes = [module.training for module in model.modules()]
     streams = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
-    evaluate(build_loader(3), model=model, decode=decode, head=head, device=CPU)
+    evaluate(build_loader(3), model=trained, world=ALONE)
     assert [module.training for module in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), streams[0])
     assert random.getstate() == streams[1]
@@ -90,11 +103,12 @@ def test_sums_and_not_means_are_added_up_over_ranks(model: PreTrainedModel) -> N
     alone = run(model, build_loader(7))
     asked: list[list[float]] = []
 
-    def other_rank_has_lossless_tokens(values: list[float]) -> list[float]:
-        asked.append(values)
-        return [values[0], values[1] * 2]
+    class OtherRankHasLosslessTokens(World):
+        def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
+            asked.append(list(values))
+            return [values[0], values[1] * 2]
 
-    both = run(model, build_loader(7), sum_over_ranks=other_rank_has_lossless_tokens)
+    both = run(model, build_loader(7), world=OtherRankHasLosslessTokens(0, 2, ALONE.device))
     assert alone is not None
     assert both is not None
     assert both["eval_loss"] == pytest.approx(alone["eval_loss"] / 2)

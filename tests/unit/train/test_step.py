@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,14 @@ from legato.data.loader import Batch
 from legato.errors import DataError, ModelError, NonFiniteError
 from legato.models.head import split_head
 from legato.optim.build import build_optimizer
+from legato.parallel.world import World
 from legato.train.in_backward import InBackward
 from legato.train.masters import Masters
+from legato.train.model import TrainableModel
 from legato.train.step import StepResult, loss_positions, train_step
 from tests.helpers.rows import Row, as_batch, as_batches, as_labels, random_rows
 
+ALONE = World.single("cpu")
 LENGTHS = (5, 9, 3, 12, 7, 4, 11, 6)
 
 
@@ -31,17 +36,34 @@ class Setup:
         self.masters = Masters(dict(self.model.named_parameters()))
         self.optimizer = build_optimizer(self.masters.tensors, lr=1.0, weight_decay=0.01)
 
-    def step(self, batches: list[Batch], *, step: int = 1, **changes: Any) -> StepResult:
-        arguments: dict[str, Any] = {
-            "decode": self.decode,
-            "head": self.head,
-            "optimizer": self.optimizer,
-            "parameters": self.masters.tensors,
-            "masters": self.masters,
-            "lr": 1e-3,
-            "seed": 0,
-        }
-        return train_step(batches, step=step, **(arguments | changes))
+    def step(
+        self,
+        batches: list[Batch],
+        *,
+        step: int = 1,
+        optimizer: torch.optim.Optimizer | None = None,
+        world: World = ALONE,
+        clip_grad_norm: float | None = None,
+        on_nonfinite: str = "stop",
+        lr: float = 1e-3,
+        before_update: Callable[[], object] | None = None,
+        **of_model: Any,
+    ) -> StepResult:
+        model = TrainableModel(
+            self.model, self.decode, self.head, self.masters.tensors, masters=self.masters
+        )
+        return train_step(
+            batches,
+            model=replace(model, **of_model),
+            optimizer=optimizer or self.optimizer,
+            world=world,
+            lr=lr,
+            step=step,
+            seed=0,
+            clip_grad_norm=clip_grad_norm,
+            on_nonfinite=on_nonfinite,
+            before_update=before_update,
+        )
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: weight.clone() for name, weight in self.model.state_dict().items()}
@@ -244,9 +266,13 @@ def test_parameters_that_the_loss_doesnt_depend_on_are_an_error(
 def test_counts_and_losses_are_added_up_over_ranks(tiny_model_dir: Path, rows: list[Row]) -> None:
     """Two ranks of equal rows: the same loss, gradients of half the weight each."""
     alone = Setup(tiny_model_dir).step([as_batch(rows)])
-    one_of_two = Setup(tiny_model_dir).step(
-        [as_batch(rows)], sum_over_ranks=lambda values: [2 * value for value in values]
-    )
+
+    class AnotherLikeIt(World):
+        def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
+            return [2 * value for value in values]
+
+    world = AnotherLikeIt(0, 2, ALONE.device)
+    one_of_two = Setup(tiny_model_dir).step([as_batch(rows)], world=world)
     assert one_of_two.loss == pytest.approx(alone.loss, rel=1e-6)
     assert one_of_two.num_loss_tokens == 2 * alone.num_loss_tokens
     assert one_of_two.num_tokens == 2 * alone.num_tokens
@@ -260,20 +286,17 @@ def test_ranks_decide_together_and_name_the_rows_of_the_rank_that_broke(
     said: list[Any] = []
     sums = iter([lambda counts: counts, lambda losses: [math.nan, losses[1]]])
 
-    def sum_over_ranks(values: list[float]) -> list[float]:
-        return next(sums)(values)
+    class AnotherThatBreaks(World):
+        def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
+            return list(next(sums)(values))
 
-    def gather_over_ranks(value: Any) -> list[Any]:
-        said.append(value)
-        return [value, [["theirs:7"], ["theirs:9"]]]
+        def gather(self, value: Any) -> list[Any]:
+            said.append(value)
+            return [value, [["theirs:7"], ["theirs:9"]]]
 
     before = setup.weights()
     with pytest.raises(NonFiniteError, match="Samples: theirs:7\\. ") as caught:
-        setup.step(
-            as_batches(rows, 4),
-            sum_over_ranks=sum_over_ranks,
-            gather_over_ranks=gather_over_ranks,
-        )
+        setup.step(as_batches(rows, 4), world=AnotherThatBreaks(0, 2, ALONE.device))
     assert caught.value.sample_ids == ("theirs:7",)
     assert said[0][0] == []
     assert len(said[0][1]) == len(rows)
@@ -310,7 +333,7 @@ def test_stochastic_rounding_repeats_whatever_was_drawn_elsewhere(
                 parameters=parameters,
                 masters=None,
                 before_update=lambda: torch.rand(draws_elsewhere),
-                rank=draws_elsewhere,
+                world=World(rank=draws_elsewhere, world_size=3, device=ALONE.device),
             )
         return setup.weights()
 
