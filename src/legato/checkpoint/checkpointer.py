@@ -15,7 +15,7 @@ import torch.distributed as dist
 from legato.checkpoint.at_exit import close_at_exit
 from legato.checkpoint.lifecycle import RunFolder
 from legato.checkpoint.manifest import finite_metrics
-from legato.checkpoint.opening import Launch, locate
+from legato.checkpoint.opening import Launch, StartOptions, locate
 from legato.checkpoint.parts import sort_parts
 from legato.checkpoint.plan import MAX_FILE_BYTES, small_files
 from legato.checkpoint.policy import (
@@ -146,12 +146,14 @@ class Checkpointer:
         self._clock = clock
         self._session = open_session(
             self._folder,
-            resume=resume if resume is False or resume == "auto" else locate(resume)[1],
-            start_over=start_over,
-            verify=verify_on_load,
+            start=StartOptions(
+                resume=resume if resume is False or resume == "auto" else locate(resume)[1],
+                start_over=start_over,
+                verify=verify_on_load,
+                lock_wait_seconds=lock_wait_seconds,
+                launch=Launch(launch_id, attempt),
+            ),
             use_lock=storage is None and isinstance(self._storage, LocalStorage),
-            lock_wait_seconds=lock_wait_seconds,
-            launch=Launch(launch_id, attempt),
             process_group=process_group,
             shared_storage=shared_storage,
             rules=self._rules,

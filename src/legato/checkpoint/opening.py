@@ -8,7 +8,7 @@ import os
 import posixpath
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from legato.checkpoint.inspection import find_damage, inspect
@@ -55,6 +55,25 @@ class Launch:
             info.is_complete and info.manifest and info.manifest.run_id == previous.get("run_id")
             for info in steps
         )
+
+
+@dataclass(frozen=True)
+class StartOptions:
+    """How a run asks to begin.
+
+    Attributes:
+        resume: ``auto``, False, or an absolute path; see `decide_opening`.
+        start_over: Move steps that are in the way.
+        verify: Read every byte of the step to go on from.
+        lock_wait_seconds: How long to wait for the lock of output_dir.
+        launch: What started the ranks.
+    """
+
+    resume: Literal["auto", False] | str = "auto"
+    start_over: bool = False
+    verify: bool = False
+    lock_wait_seconds: float = 0.0
+    launch: Launch = field(default_factory=Launch)
 
 
 @dataclass(frozen=True)
@@ -257,27 +276,15 @@ def _list_steps(steps: Sequence[StepInfo]) -> str:
 
 
 def open_run(
-    folder: RunFolder,
-    *,
-    lock: OutputDirLock | None,
-    lock_wait_seconds: float,
-    launch: Launch,
-    resume: Literal["auto", False] | str,
-    start_over: bool,
-    now: float,
-    verify: bool,
+    folder: RunFolder, *, start: StartOptions, lock: OutputDirLock | None, now: float
 ) -> tuple[dict[str, Any], list[StepInfo]]:
     """What rank 0 does at a start: lock, decide, clean up.
 
     Args:
         folder: The run's output_dir; made if it is absent.
+        start: What is asked for.
         lock: Taken, and kept; None: no lock.
-        lock_wait_seconds: How long to wait for the lock.
-        launch: What started the ranks.
-        resume: See `decide_opening`.
-        start_over: See `decide_opening`.
         now: Seconds since 1970.
-        verify: See `decide_opening`.
 
     Returns:
         The opening as JSON (`read_opening` turns it back), and the steps that are there now.
@@ -291,22 +298,22 @@ def open_run(
             storage.make_folder(folder.path)
         folder.refuse_files()
         if lock is not None:
-            lock.acquire(wait_seconds=lock_wait_seconds)
+            lock.acquire(wait_seconds=start.lock_wait_seconds)
     previous: Mapping[str, Any] = lock.previous if lock is not None else {}
     steps = folder.steps()
     if not steps:  # a new folder, whoever made it: its own name has to be durable too
         with contextlib.suppress(PermissionError):
             storage.sync_folder(posixpath.dirname(folder.path))
-    if launch.is_going_on(previous, steps):
-        resume, start_over = "auto", False
+    if start.launch.is_going_on(previous, steps):
+        start = replace(start, resume="auto", start_over=False)
     opening = decide_opening(
         folder,
         steps,
-        resume=resume,
-        start_over=start_over,
+        resume=start.resume,
+        start_over=start.start_over,
         last_run_id=previous.get("run_id"),
         now=now,
-        verify=verify,
+        verify=start.verify,
     )
     with writing_to(folder.path):
         if lock is not None:
@@ -314,7 +321,7 @@ def open_run(
                 run_id=opening.run_id,
                 branch=opening.branch,
                 now=now,
-                launch_id=launch.launch_id,
+                launch_id=start.launch.launch_id,
             )
         steps = folder.steps()
         folder.recover(steps, run_id=opening.run_id)

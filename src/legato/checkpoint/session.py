@@ -7,14 +7,14 @@ import logging
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 
 from legato.checkpoint.fetch import check_first_host, fetch_step
 from legato.checkpoint.lifecycle import RunFolder
 from legato.checkpoint.lock import OutputDirLock
-from legato.checkpoint.opening import Launch, Opening, open_run, read_opening
+from legato.checkpoint.opening import Opening, StartOptions, open_run, read_opening
 from legato.checkpoint.records import StepInfo
 from legato.checkpoint.retention import Keeper, KeepRules
 from legato.checkpoint.saver import BACKGROUND_TIMEOUT_SECONDS, SaveOptions, Saver
@@ -56,12 +56,8 @@ class Session:
 def open_session(
     folder: RunFolder,
     *,
-    resume: Literal["auto", False] | str,
-    start_over: bool,
-    verify: bool,
+    start: StartOptions,
     use_lock: bool,
-    lock_wait_seconds: float,
-    launch: Launch,
     process_group: dist.ProcessGroup | None,
     shared_storage: bool,
     rules: KeepRules,
@@ -72,12 +68,8 @@ def open_session(
 
     Args:
         folder: The run's output_dir.
-        resume: ``auto``, False, or an absolute path.
-        start_over: Move steps that are in the way.
-        verify: Read every byte of the step to go on from.
+        start: How it asks to begin.
         use_lock: Whether rank 0 locks the folder.
-        lock_wait_seconds: How long it waits for the lock.
-        launch: What started the ranks.
         process_group: The ranks; None: a single process.
         shared_storage: Every rank sees rank 0's output_dir; else rank 0 has all of each step, and
             the others get the one to resume from.
@@ -91,37 +83,16 @@ def open_session(
     control = Peers.beside(process_group)
     background = Peers.beside(process_group, timeout_seconds=BACKGROUND_TIMEOUT_SECONDS)
     lock = OutputDirLock(folder.path) if use_lock and control.is_main else None
-    steps: list[StepInfo] = []
-
-    def decide() -> dict[str, Any]:
-        content, found = open_run(
-            folder,
-            lock=lock,
-            lock_wait_seconds=lock_wait_seconds,
-            launch=launch,
-            resume=resume,
-            start_over=start_over,
-            now=clock(),
-            verify=verify,
-        )
-        steps.extend(found)
-        return content
-
     if control.is_main and not folder.storage.atomic_rename:
         logger.warning(
             "%s: object stores have no locks: a second run on this output_dir wouldn't be noticed. "
             "Give each run its own", folder.path,
         )  # fmt: skip
+    host = socket.gethostname()
     try:
-        content = control.on_main(decide, fallback=CheckpointError)
+        content, steps = _decide_on_main(folder, start, lock=lock, control=control, now=clock)
         if not shared_storage:
-            host = socket.gethostname()
-            if resume == "auto":
-                check_first_host(folder=folder, host=host, peers=control)
-            source = fetch_step(
-                content["source"], folder=folder, host=host, peers=control, verify=verify
-            )
-            content = {**content, "source": source}
+            content["source"] = _bring_source(content["source"], folder, start, control=control)
         opening = read_opening(content, folder)
     except BaseException:
         _release(control, background, lock, folder)
@@ -135,13 +106,12 @@ def open_session(
         resumed_from=opening.source.step if opening.source else None,
         clock=clock,
     )
-    hosts = control.gather(socket.gethostname())
     saver = Saver(
         folder=folder,
         keeper=keeper if control.is_main else None,
         control=control,
         background=background,
-        local_ranks=hosts.count(socket.gethostname()),
+        local_ranks=control.gather(host).count(host),
         num_owners=_count_owners(folder, control, shared_storage=shared_storage),
         run_id=opening.run_id,
         branch=opening.branch,
@@ -151,6 +121,35 @@ def open_session(
         lock=lock,
     )
     return Session(opening, control, background, lock, saver, folder)
+
+
+def _decide_on_main(
+    folder: RunFolder,
+    start: StartOptions,
+    *,
+    lock: OutputDirLock | None,
+    control: Peers,
+    now: Callable[[], float],
+) -> tuple[dict[str, Any], list[StepInfo]]:
+    """Collective: the opening as JSON, on every rank; the steps that are there, on rank 0."""
+    steps: list[StepInfo] = []
+
+    def decide() -> dict[str, Any]:
+        content, found = open_run(folder, start=start, lock=lock, now=now())
+        steps.extend(found)
+        return content
+
+    return control.on_main(decide, fallback=CheckpointError), steps
+
+
+def _bring_source(
+    path: str | None, folder: RunFolder, start: StartOptions, *, control: Peers
+) -> str | None:
+    """Collective: the path of the step to resume from on this rank's own disk; None: none."""
+    host = socket.gethostname()
+    if start.resume == "auto":
+        check_first_host(folder=folder, host=host, peers=control)
+    return fetch_step(path, folder=folder, host=host, peers=control, verify=start.verify)
 
 
 def _count_owners(folder: RunFolder, control: Peers, *, shared_storage: bool) -> int | None:

@@ -122,19 +122,19 @@ def attach_lora(
         # The adapter stays in the base's dtype; fp32 masters are the trainer's.
         peft_model = get_peft_model(model, config, autocast_adapter_dtype=False)
     _drop_stand_ins(peft_model)
-    keys, twins = adapter_file_keys(peft_model)
-    base = _describe_base(str(base_name), base_revision) | {"quantize_base": quantize_base}
     # PEFT takes the tied ones off its list, and then knows a tied embedding by a few names only.
     config.modules_to_save = whole or None
+    base = _describe_base(str(base_name), base_revision) | {"quantize_base": quantize_base}
+    keys, twins = adapter_file_keys(peft_model)
+    return Adapter(model=peft_model, keys=keys, twins=twins, files=_config_files(config, base))
+
+
+def _config_files(config: LoraConfig, base: dict[str, Any]) -> dict[str, bytes]:
+    """What an adapter folder says of its form and of its base, by file name."""
     config.base_model_name_or_path = base["base"]
     # Beside a path a revision would mean nothing; beside a hub id it is what makes it exact.
     config.revision = None if Path(base["base"]).is_absolute() else base["revision"]
-    return Adapter(
-        model=peft_model,
-        keys=keys,
-        twins=twins,
-        files={"adapter_config.json": adapter_config_bytes(config), BASE_FILE: _json_bytes(base)},
-    )
+    return {"adapter_config.json": adapter_config_bytes(config), BASE_FILE: _json_bytes(base)}
 
 
 @torch.no_grad()

@@ -102,19 +102,7 @@ def merge_adapter(
         _write(model, folder, tokenizer_of=source, base=base, with_code=trust_remote_code)
         _check_files(model, folder)
         load_tokenizer(folder, trust_remote_code=trust_remote_code)
-        rounding = _rms(_logits(model.to(torch.float32), rows) - expected)
-        if not math.isfinite(rounding):
-            raise ModelError(
-                f"{source}: the logits of the rounded model aren't numbers. {OTHER_DTYPE}",
-                path=str(source),
-            )
-    if rounding > effect / 2:
-        logger.warning(
-            "rounding the merged weights moves the logits by %.2g, the adapter by %.2g: much of "
-            "the adapter is lost in this dtype. Merge with fp32, or keep the adapter apart.",
-            rounding,
-            effect,
-        )
+        rounding = _rounding_error(model, rows, expected, effect=effect, source=source)
     return Merged(
         path=output_dir,
         base=base,
@@ -187,6 +175,26 @@ def _check_merged(
         difference=difference,
         limit=limit,
     )
+
+
+def _rounding_error(
+    model: Any, rows: torch.Tensor, expected: torch.Tensor, *, effect: float, source: Path
+) -> float:
+    """How far the rounded weights move the logits; a warning where that hides the adapter."""
+    rounding = _rms(_logits(model.to(torch.float32), rows) - expected)
+    if not math.isfinite(rounding):
+        raise ModelError(
+            f"{source}: the logits of the rounded model aren't numbers. {OTHER_DTYPE}",
+            path=str(source),
+        )
+    if rounding > effect / 2:
+        logger.warning(
+            "rounding the merged weights moves the logits by %.2g, the adapter by %.2g: much of "
+            "the adapter is lost in this dtype. Merge with fp32, or keep the adapter apart.",
+            rounding,
+            effect,
+        )
+    return rounding
 
 
 def _round_weights(model: Any, *, base: Path, dtype: torch.dtype | None, source: Path) -> None:

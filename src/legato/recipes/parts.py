@@ -21,7 +21,7 @@ from legato.parallel.world import World
 from legato.recipes.answers import build_answers
 from legato.recipes.data import RunData
 from legato.recipes.methods import read_folder
-from legato.recipes.model import DTYPES, build_model
+from legato.recipes.model import DTYPES, LoadedModel, build_model
 from legato.recipes.policies import metric_of_best
 from legato.train.evaluate import evaluate
 from legato.train.in_backward import InBackward
@@ -85,38 +85,24 @@ def build_parts(config: RunConfig, data: RunData, *, world: World, state: TrainS
             "of its own. Raise batch_size, start more processes, or leave it out."
         )
     loaded = build_model(config, world=world)
-    module, trained = loaded.trained.module, loaded.trained
-    dtype = DTYPES[config.dtype]
     optimizer = build_optimizer(
         loaded.parameters,
         name=config.optimizer.name,
         lr=config.optimizer.lr,
         weight_decay=config.optimizer.weight_decay,
         betas=config.optimizer.betas,
-        stochastic_rounding=dtype != torch.float32 and config.master_weights != "fp32",
+        stochastic_rounding=config.dtype != "fp32" and config.master_weights != "fp32",
     )
     in_backward = None
     if config.optimizer_in_backward:
         in_backward = InBackward(optimizer, parameters=loaded.parameters, masters=loaded.masters)
     saved = {
-        "model": ModelPart(
-            tensors=named_weights(module, trainable_only=trained.kind == "adapter"),
-            kind=trained.kind,
-            keys=trained.keys,
-            twins=trained.twins,
-            file_dtype=dtype,
-            masters=loaded.stored_masters,
-            files={
-                **trained.files,
-                **tokenizer_files(
-                    data.tokenizer, with_variables(data.chat_template, config.chat_template_kwargs)
-                ),
-            },
-        ),
+        "model": _model_part(config, loaded, data),
         "optimizer": OptimizerPart(optimizer, names=loaded.parameters),
         "trainer": state,
     }
     model = loaded.trainable(in_backward=in_backward)
+    module = model.module
     return RunParts(
         model=model,
         optimizer=optimizer,
@@ -127,6 +113,21 @@ def build_parts(config: RunConfig, data: RunData, *, world: World, state: TrainS
         num_trainable_parameters=sum(p.numel() for p in loaded.parameters.values()),
         bytes_read=loaded.bytes_read,
         quantized=loaded.quantized,
+    )
+
+
+def _model_part(config: RunConfig, loaded: LoadedModel, data: RunData) -> ModelPart:
+    """What a step folder holds of the model: weights, their names, and the files beside them."""
+    trained = loaded.trained
+    template = with_variables(data.chat_template, config.chat_template_kwargs)
+    return ModelPart(
+        tensors=named_weights(trained.module, trainable_only=trained.kind == "adapter"),
+        kind=trained.kind,
+        keys=trained.keys,
+        twins=trained.twins,
+        file_dtype=DTYPES[config.dtype],
+        masters=loaded.stored_masters,
+        files={**trained.files, **tokenizer_files(data.tokenizer, template)},
     )
 
 

@@ -46,6 +46,7 @@ class Setup:
         clip_grad_norm: float | None = None,
         on_nonfinite: str = "stop",
         lr: float = 1e-3,
+        seed: int = 0,
         before_update: Callable[[], object] | None = None,
         **of_model: Any,
     ) -> StepResult:
@@ -59,7 +60,7 @@ class Setup:
             world=world,
             lr=lr,
             step=step,
-            seed=0,
+            seed=seed,
             clip_grad_norm=clip_grad_norm,
             on_nonfinite=on_nonfinite,
             before_update=before_update,
