@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +16,7 @@ from legato.checkpoint import ModelPart, OptimizerPart, RngPart
 from legato.errors import CheckpointError
 from legato.models.lora import adapter_config_bytes, adapter_file_keys
 from legato.models.names import named_weights
+from legato.models.saved_files import model_files, saved_files
 
 # The Trainer reads step, epoch and best metric of a step that it resumes from in this file.
 STATE_FILE = "trainer_state.json"
@@ -122,7 +121,7 @@ def build_model_part(model: Any, *, processing_class: Any, args: Any) -> ModelPa
     # The Trainer's own file is a pickle.
     files = {"training_args.json": (args.to_json_string() + "\n").encode()}
     if processing_class is not None:
-        files |= _saved_files(processing_class)
+        files |= saved_files(processing_class)
     if is_peft_model(model):
         config = model.peft_config[model.active_adapter]
         keys, twins = adapter_file_keys(model)
@@ -134,7 +133,7 @@ def build_model_part(model: Any, *, processing_class: Any, args: Any) -> ModelPa
             files={**files, "adapter_config.json": adapter_config_bytes(config)},
         )
     if isinstance(model, PreTrainedModel):
-        files |= _config_files(model)
+        files |= model_files(model)
     return ModelPart(tensors=named_weights(model), files=files)
 
 
@@ -184,26 +183,3 @@ def logged_metrics(state: TrainerState) -> dict[str, Any]:
 def is_peft_model(model: Any) -> bool:
     """Whether PEFT wraps ``model``; without importing PEFT where nobody else has."""
     return hasattr(model, "peft_config") and hasattr(model, "active_adapter")
-
-
-def _config_files(model: PreTrainedModel) -> dict[str, bytes]:
-    """config.json and generation_config.json, as transformers writes them for this model."""
-    files = _saved_files(model.config)
-    if model.can_generate():
-        files |= _saved_files(model.generation_config)
-    config = json.loads(files["config.json"]) | {"architectures": [type(model).__name__]}
-    # Training switches the cache off in the live model; whoever loads the folder wants it on.
-    config.pop("use_cache", None)
-    files["config.json"] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
-    return files
-
-
-def _saved_files(thing: Any) -> dict[str, bytes]:
-    """The files that ``thing.save_pretrained`` writes, by name."""
-    with tempfile.TemporaryDirectory() as folder:
-        thing.save_pretrained(folder)
-        return {
-            path.relative_to(folder).as_posix(): path.read_bytes()
-            for path in sorted(Path(folder).rglob("*"))
-            if path.is_file()
-        }

@@ -5,15 +5,13 @@ This screen is all that differs between recipes; data, optimizer, loop and check
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from legato.config.schema import RunConfig
 from legato.models.lora import attach_lora
+from legato.models.saved_files import model_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,22 +71,3 @@ METHODS: Mapping[str, Callable[[PreTrainedModel, RunConfig], Trained]] = {
     "full_finetune_distributed": full,
     "lora_finetune_distributed": lora,
 }
-
-
-def model_files(model: PreTrainedModel) -> dict[str, bytes]:
-    """config.json and generation_config.json, as transformers writes them for this model."""
-    with tempfile.TemporaryDirectory() as folder:
-        model.config.save_pretrained(folder)
-        if model.can_generate():
-            model.generation_config.save_pretrained(folder)
-        files = read_folder(folder)
-    # Training switches the cache off in the live model; whoever loads the folder wants it on.
-    config = json.loads(files["config.json"]) | {"architectures": [type(model).__name__]}
-    config.pop("use_cache", None)
-    files["config.json"] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
-    return files
-
-
-def read_folder(folder: str | Path) -> dict[str, bytes]:
-    """The files of a flat folder, by name."""
-    return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}

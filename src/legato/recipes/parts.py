@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,11 +15,11 @@ from legato.data.templates import with_variables
 from legato.errors import ConfigError
 from legato.models.names import named_weights
 from legato.models.quantize import QuantizedBase
+from legato.models.saved_files import saved_files
 from legato.optim.build import build_optimizer
 from legato.parallel.world import World
 from legato.recipes.answers import build_answers
 from legato.recipes.data import RunData
-from legato.recipes.methods import read_folder
 from legato.recipes.model import DTYPES, LoadedModel, build_model
 from legato.recipes.policies import metric_of_best
 from legato.train.evaluate import evaluate
@@ -142,9 +141,7 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> d
     own = tokenizer.chat_template
     tokenizer.chat_template = chat_template
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            tokenizer.save_pretrained(folder)
-            return read_folder(folder)
+        return saved_files(tokenizer)
     finally:
         tokenizer.chat_template = own
 

@@ -14,7 +14,7 @@ from legato.errors import ModelError
 from legato.models.load import load_meta_model, load_model
 from legato.models.lora import attach_lora, fill_from_base
 from legato.models.names import named_weights
-from legato.recipes.methods import model_files
+from legato.models.saved_files import model_files
 from tests.helpers import families
 
 INPUT_IDS = torch.arange(3, 15).view(2, 6)
