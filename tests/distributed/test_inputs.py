@@ -8,7 +8,7 @@ import pytest
 
 from legato.errors import ConfigError
 from legato.parallel.world import World
-from legato.recipes.inputs import check_same_inputs
+from legato.recipes.inputs import read_same
 from tests.helpers import spawn
 from tests.helpers.launches import Launched
 from tests.helpers.runs import legato, steps_in, write_config
@@ -16,29 +16,26 @@ from tests.helpers.runs import legato, steps_in, write_config
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
-def stands_on(rank: int, digests: list[str]) -> str | None:
-    """A rank whose host has a tokenizer of its own; the rest is alike."""
-    inputs = {
-        "base_weights": {"path": "org/base", "bytes": 2048, "digest": "xxh3_128:00aa"},
-        "tokenizer": {"path": "org/base", "digest": digests[rank]},
-    }
+def stands_on(rank: int, digests: list[str]) -> str:
+    """A rank whose host may have a tokenizer of its own; the rest is alike."""
+    alike = {"base_weights": {"path": "org/base", "bytes": 2048, "digest": "xxh3_128:00aa"}}
+    inputs = {**alike, "tokenizer": {"path": "org/base", "digest": digests[rank]}}
     with World.join("cpu", distributed=True, environment={}) as world:
-        try:
-            check_same_inputs(inputs, world=world)
-        except ConfigError as error:
-            return str(error)
-    return None
+        assert read_same(lambda: rank, inputs=lambda _: alike, world=world) == rank
+        with pytest.raises(ConfigError) as caught:
+            read_same(lambda: rank, inputs=lambda _: inputs, world=world)
+    return str(caught.value)
 
 
 def test_ranks_whose_hosts_have_other_files_are_told_apart() -> None:
-    said = spawn.run(stands_on, 2, ["xxh3_128:01bb", "xxh3_128:02cc"])
+    said = spawn.run(stands_on, 3, ["xxh3_128:01bb", "xxh3_128:01bb", "xxh3_128:02cc"])
     assert (
         said
         == [
             "the ranks have different files; give them the same ones\n"
-            "tokenizer (org/base): xxh3_128:01bb on rank 0, xxh3_128:02cc on rank 1"
+            "tokenizer (org/base): xxh3_128:01bb on rank 0, xxh3_128:02cc on rank 2"
         ]
-        * 2
+        * 3
     )
 
 

@@ -321,21 +321,3 @@ def test_a_stream_may_grow_ahead_and_rows_to_evaluate_on_may_change_aloud(
         f"now 1 file, {data.stat().st_size:,} bytes" in said
     )
     assert f"changed since the checkpoint: eval_datasets.0 ({held_out}): was 3 rows" in said
-
-
-def test_a_step_that_does_not_say_is_gone_on_from_with_one_line(
-    tmp_path: Path, tiny_model_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As an older version wrote them."""
-    config = load_config(write_config(tmp_path, model=tiny_model_dir, recipe=LORA)).config
-    assert judged_by_contents(TrainState()) == frozenset()
-    state, world = TrainState(facts={"start_date": "2026-01-31"}), World.single("cpu")
-    started = date(2026, 1, 31)
-    data = build_run_data(config, start_date=started, world=world, global_batch_size=4)
-    with closing(data.loader), caplog.at_level(logging.WARNING):
-        check_inputs(state, config, data, accept=False)
-        [line] = caplog.messages
-        assert "doesn't say what its run was trained on" in line
-        state.facts["inputs"] = data.inputs
-        check_inputs(state, config, data, accept=False)
-    assert len(caplog.messages) == 1

@@ -22,8 +22,7 @@ from legato.data.stream import StreamLoader, StreamPlace
 from legato.errors import DataError
 from legato.models.facts import model_facts
 from legato.parallel.world import World
-from legato.recipes.inputs import Inputs, check_same_inputs, find_inputs
-from legato.recipes.ranks import read_same_data
+from legato.recipes.inputs import Inputs, find_inputs, read_same
 from legato.recipes.reading import Reading, open_stream, plan_reading, read_all
 from legato.train.state import TrainState
 
@@ -149,13 +148,14 @@ def open_run_data(
             opened.callback(data.loader.close)
             return data
 
-        data = read_same_data(read, samples=lambda data: data.train, world=world)
-        inputs = dict(data.inputs)
-        if isinstance(data.loader, StreamLoader):
+        def inputs_of(data: RunData) -> Inputs:
+            if not isinstance(data.loader, StreamLoader):
+                return data.inputs
             # Each rank holds it against the checkpoint by itself, and all must come to the same.
-            inputs["block"] = {"path": config.datasets[0].path, "digest": data.loader.digest}
-        check_same_inputs(inputs, world=world)
-        yield data
+            block = {"path": config.datasets[0].path, "digest": data.loader.digest}
+            return {**data.inputs, "block": block}
+
+        yield read_same(read, inputs=inputs_of, world=world)
 
 
 def build_run_data(

@@ -7,8 +7,8 @@ others, in ``facts.inputs`` of ``state/trainer.json``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Container, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from xxhash import xxh3_128_hexdigest
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from legato.recipes.data import RunData
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Inputs = Mapping[str, Mapping[str, Any]]
 """Name -> ``path`` and, as far as they are known, ``digest`` and counts. JSON values."""
@@ -120,24 +122,30 @@ def _file_sizes(dataset: DatasetConfig) -> dict[str, Any]:
     return {"path": dataset.path, "files": len(sizes), "bytes": sum(sizes)}
 
 
-def check_same_inputs(inputs: Inputs, *, world: World) -> None:
-    """Collective: refuse ranks that train on different things, such as copies on their hosts.
+def read_same(read: Callable[[], T], *, inputs: Callable[[T], Inputs], world: World) -> T:
+    """Collective: read on every rank; refuse ranks that find different things, as on other hosts.
 
     Args:
-        inputs: This rank's.
+        read: Reads on this rank, and talks to no other one.
+        inputs: What it read, as :func:`find_inputs` tells it.
         world: The ranks.
+
+    Returns:
+        What this rank read.
 
     Raises:
         ConfigError: Two ranks differ; names what in, on every rank.
+        PeerLostError: Another rank couldn't read; ``.rank``. A rank's own error is raised as it is.
     """
-    main, *others = world.gather(inputs)
+    data, by_rank = world.on_every_rank_alike(read, fact=inputs)
     problems = [
         f"{change.key}: {change.old} on rank 0, {change.new} on rank {rank}"
-        for rank, other in enumerate(others, 1)
-        for change in _changes(main, other).values()
+        for rank, other in enumerate(by_rank)
+        for change in _changes(by_rank[0], other).values()
     ]
     if problems:
         raise ConfigError(["the ranks have different files; give them the same ones", *problems])
+    return data
 
 
 def check_inputs(state: TrainState, config: RunConfig, data: RunData, *, accept: bool) -> None:
@@ -152,14 +160,7 @@ def check_inputs(state: TrainState, config: RunConfig, data: RunData, *, accept:
     Raises:
         ResumeError: Something else is there now; ``.changes``.
     """
-    before = state.facts.get("inputs")
-    if before is None:
-        logger.warning(
-            "the checkpoint doesn't say what its run was trained on, as older versions' don't: "
-            "whether model and data are the same now isn't checked"
-        )
-        return
-    now, refused = data.inputs, dict[str, Change]()
+    before, now, refused = state.facts["inputs"], data.inputs, dict[str, Change]()
     changes = _changes(before, now)
     for name, change in changes.items():
         is_moved = _is_moved(before[name], now[name])
@@ -196,12 +197,12 @@ def judged_by_contents(state: TrainState) -> frozenset[str]:
         state: As the checkpoint has it.
 
     Returns:
-        Dotted keys; of a step that doesn't say what its run was trained on, none.
+        Dotted keys.
     """
     block = (state.data_place or {}).get("digest")
     return frozenset(
         _key(name)
-        for name, entry in state.facts.get("inputs", {}).items()
+        for name, entry in state.facts["inputs"].items()
         if entry.get("digest") or (name == STREAM and block)
     )
 

@@ -50,10 +50,8 @@ def plan_global_batch(config: RunConfig, facts: Mapping[str, Any], *, world_size
 
 
 def stored_global_batch(facts: Mapping[str, Any]) -> int:
-    """The global batch of a checkpoint; one that doesn't say was written by a single process."""
-    config = facts["config"]
-    rows = config["batch_size"] * config["gradient_accumulation_steps"]
-    return int(facts.get("global_batch_size", rows))
+    """The global batch of a checkpoint."""
+    return int(facts["global_batch_size"])
 
 
 def begin_state(

@@ -5,22 +5,15 @@ from __future__ import annotations
 import contextlib
 import socket
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from hashlib import blake2b
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
-
-import numpy as np
 
 from legato.config.resume import differences
 from legato.config.schema import RunConfig
-from legato.data.samples import TokenizedData
-from legato.errors import ConfigError, DataError
+from legato.errors import ConfigError
 from legato.parallel.mesh import MeshPlan, plan_mesh
 from legato.parallel.world import World
 from legato.storage.writing import writing_to
-
-T = TypeVar("T")
 
 
 def check_same_config(config: RunConfig, *, world: World, flags: Mapping[str, bool]) -> None:
@@ -66,41 +59,6 @@ def check_local_problems(problems: Sequence[str], *, world: World) -> None:
             raise ConfigError(list(problems))
 
     world.on_every_rank(refuse)
-
-
-def read_same_data(
-    read: Callable[[], T], *, samples: Callable[[T], TokenizedData], world: World
-) -> T:
-    """Collective: read on every rank; refuse ranks that find different rows, as in copied files.
-
-    Args:
-        read: Reads on this rank, and talks to no other one.
-        samples: Those in what was read that must be the same on all ranks.
-        world: The ranks.
-
-    Returns:
-        What this rank read.
-
-    Raises:
-        DataError: Two ranks differ; ``.rank``, on every rank.
-        PeerLostError: Another rank couldn't read; ``.rank``. A rank's own error is raised as it is.
-    """
-    data, by_rank = world.on_every_rank_alike(read, fact=lambda data: _in_short(samples(data)))
-    for rank, other in enumerate(by_rank):
-        main = by_rank[0]
-        if other != main:
-            raise DataError(
-                f"the ranks read different data: {main[0]} samples of {main[1]} tokens, {main[2]} "
-                f"of them trained, on rank 0; {other[0]} of {other[1]}, {other[2]} on rank {rank}. "
-                "Give all hosts the same files and the same tokenizer.",
-                rank=rank,
-            )
-    return data
-
-
-def _in_short(data: TokenizedData) -> list[Any]:
-    digest = blake2b(np.ascontiguousarray(data.lengths).tobytes(), digest_size=8).hexdigest()
-    return [len(data), data.num_tokens, data.num_loss_tokens, digest]
 
 
 def check_mesh(config: RunConfig, *, world: World) -> MeshPlan:

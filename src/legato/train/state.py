@@ -35,8 +35,7 @@ class TrainState:
             gives the train loss that ``best`` watches when there is no evaluation data.
         window_loss_tokens: Trained tokens since the last save.
         best: Best metric so far; None until one was measured.
-        data_place: Where training stands in the data; None: at its beginning, or, in the states of
-            older versions, where ``step`` steps of the run's global batch lead.
+        data_place: Where training stands in the data; None: at its beginning.
         facts: What belongs to the run and not to the process: seed, global batch, schedule,
             start date (templates with a date keep the first start's), config.
         process: What computes, as :func:`process_facts` says it. Stored, and not taken over from a
@@ -109,7 +108,7 @@ class TrainState:
             self.window_loss_sum = float(state["window_loss_sum"])
             self.window_loss_tokens = int(state["window_loss_tokens"])
             self.best = BestMetric(**state["best"]) if state["best"] else None
-            self.data_place = state.get("data_place")
+            self.data_place = state["data_place"]
             self.facts = dict(state["facts"])
         except KeyError as error:
             raise CheckpointMismatchError(
