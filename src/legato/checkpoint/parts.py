@@ -263,9 +263,14 @@ def state_tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
             yield f"{name}.{piece}", tensor
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is torch's own: neither sharded nor packed of others."""
+    return type(tensor) in (Tensor, nn.Parameter)
+
+
 def packed_pieces(value: Tensor) -> dict[str, Tensor]:
     """The plain tensors that a tensor is packed of, by torch's protocol; empty: it isn't."""
-    if type(value) in (Tensor, nn.Parameter) or not hasattr(value, "__tensor_flatten__"):
+    if is_plain(value) or not hasattr(value, "__tensor_flatten__"):
         return {}
     # A DTensor speaks the protocol as well, and is stored as it is.
     from torch.distributed.tensor import DTensor

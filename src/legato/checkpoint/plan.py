@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from legato.checkpoint.manifest import (
     RESERVED_NAMES,
@@ -19,7 +19,7 @@ from legato.checkpoint.manifest import (
     TRAINER_FILE,
     digest_of,
 )
-from legato.checkpoint.parts import PacksMoments, Parts, encode_json, state_tensors
+from legato.checkpoint.parts import PacksMoments, Parts, encode_json, is_plain, state_tensors
 from legato.errors import CheckpointError
 from legato.hf_folder import (
     Box,
@@ -267,7 +267,7 @@ def _rng_entries(parts: Parts, world_size: int) -> Iterator[_Entry]:
 def _share(entry: _Entry, *, rank: int, world_size: int) -> Box | None:
     """The part of a tensor that this rank writes."""
     owner = entry.owner
-    if owner is None and not _is_sharded(entry.tensor):
+    if owner is None and is_plain(entry.tensor):
         # Every rank has the same: spread by name, so that no rank writes all of them.
         owner = zlib.crc32(entry.key.encode()) % world_size
     if owner is not None:
@@ -275,18 +275,14 @@ def _share(entry: _Entry, *, rank: int, world_size: int) -> Box | None:
     return own_box(entry.tensor)
 
 
-def _is_sharded(tensor: Tensor) -> bool:
-    return type(tensor) not in (Tensor, nn.Parameter)
-
-
 def _check_storable(name: str, tensor: Tensor) -> None:
-    if not _is_sharded(tensor):
+    if is_plain(tensor):
         return
     # Imported here: it costs half a second, and a single process never meets a DTensor.
     from torch.distributed.tensor import DTensor
 
     inner = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    if type(inner) not in (Tensor, nn.Parameter):
+    if not is_plain(inner):
         raise CheckpointError(
             f"{name} is a {type(inner).__name__}: only plain tensors, sharded or not, are stored",
             name=name,

@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from legato.checkpoint.parts import is_plain
 from legato.errors import CheckpointError
 
 # What is at most cloned on the device before it is copied out: adapters, buffers, scalars.
@@ -242,7 +243,7 @@ class _Buffers:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor: the tensor itself unless it is sharded; not a copy."""
-    if type(tensor) in (Tensor, nn.Parameter):
+    if is_plain(tensor):
         return tensor
     shard: Tensor = tensor._local_tensor  # type: ignore[attr-defined]
     return shard

@@ -9,7 +9,8 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from xxhash import xxh3_128
+
+from legato.storage.fingerprint import fingerprint
 
 Tokens = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
@@ -259,16 +260,15 @@ def samples_digest(data: TokenizedData, *, dataset: int = 0) -> str:
         dataset: Number of the data set.
 
     Returns:
-        ``xxh3_128:`` and 32 hexadecimal digits.
+        See :func:`fingerprint`.
     """
     chosen = np.flatnonzero(data.datasets == dataset)
     lengths = data.lengths[chosen]
     begin = int(data.starts[chosen[0]]) if len(chosen) else 0
     end = begin + int(lengths.sum())
-    digest = xxh3_128(lengths.tobytes())
-    digest.update(data.tokens[begin:end].data)
-    digest.update(data.trained[begin:end].data)
-    return f"xxh3_128:{digest.hexdigest()}"
+    return fingerprint(
+        [lengths.tobytes(), data.tokens[begin:end].data, data.trained[begin:end].data]
+    )
 
 
 class SampleColumns:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from legato.errors import FolderFormatError, LegatoError, ModelError, ModelNotFoundError
+from legato.storage.fingerprint import fingerprint
 
 # Written by `legato download`: where a local folder came from.
 SOURCE_FILE = "legato_source.json"
@@ -307,24 +309,24 @@ def tokenizer_digest(path: Path) -> str:
         path: The model folder.
 
     Returns:
-        ``xxh3_128:`` and 32 hexadecimal digits.
+        See :func:`fingerprint`.
 
     Raises:
         ModelError: Its tokenizer_config.json isn't JSON.
     """
-    from xxhash import xxh3_128
 
-    digest = xxh3_128()
-    found = {each for pattern in TOKENIZER_FILES for each in path.glob(pattern)}
-    for file in sorted(each for each in found if each.is_file()):
-        content = file.read_bytes()
-        if file.name == "tokenizer_config.json":
-            values = read_object(file)
-            values.pop("chat_template", None)
-            content = json.dumps(values, sort_keys=True).encode()
-        digest.update(f"{file.name}:{len(content)}\n".encode())
-        digest.update(content)
-    return f"xxh3_128:{digest.hexdigest()}"
+    def parts() -> Iterator[bytes]:
+        found = {each for pattern in TOKENIZER_FILES for each in path.glob(pattern)}
+        for file in sorted(each for each in found if each.is_file()):
+            content = file.read_bytes()
+            if file.name == "tokenizer_config.json":
+                values = read_object(file)
+                values.pop("chat_template", None)
+                content = json.dumps(values, sort_keys=True).encode()
+            yield f"{file.name}:{len(content)}\n".encode()
+            yield content
+
+    return fingerprint(parts())
 
 
 def config_digest(path: Path) -> str:
@@ -334,15 +336,13 @@ def config_digest(path: Path) -> str:
         path: The model folder.
 
     Returns:
-        ``xxh3_128:`` and 32 hexadecimal digits.
+        See :func:`fingerprint`.
 
     Raises:
         ModelError: There is none that can be read.
     """
-    from xxhash import xxh3_128_hexdigest
-
     values = {k: v for k, v in read_config(path).items() if k not in _WRITERS_NOTES}
-    return f"xxh3_128:{xxh3_128_hexdigest(json.dumps(values, sort_keys=True).encode())}"
+    return fingerprint([json.dumps(values, sort_keys=True).encode()])
 
 
 def weights_digest(files: tuple[Path, ...]) -> str:
@@ -356,21 +356,20 @@ def weights_digest(files: tuple[Path, ...]) -> str:
         files: safetensors files with sound headers, from ``weight_files``.
 
     Returns:
-        ``xxh3_128:`` and 32 hexadecimal digits.
+        See :func:`fingerprint`.
     """
-    from xxhash import xxh3_128
+    return fingerprint(part for path in files for part in _header_and_middles(path))
 
-    digest = xxh3_128()
-    for path in files:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = file.read(length)
-            digest.update(header)
-            tensors = json.loads(header)
-            tensors.pop("__metadata__", None)
-            for _, entry in sorted(tensors.items()):
-                start, end = entry["data_offsets"]
-                middle = (start + end) // 2
-                file.seek(8 + length + middle)
-                digest.update(file.read(min(64, end - middle)))
-    return f"xxh3_128:{digest.hexdigest()}"
+
+def _header_and_middles(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(length)
+        yield header
+        tensors = json.loads(header)
+        tensors.pop("__metadata__", None)
+        for _, entry in sorted(tensors.items()):
+            start, end = entry["data_offsets"]
+            middle = (start + end) // 2
+            file.seek(8 + length + middle)
+            yield file.read(min(64, end - middle))

@@ -10,8 +10,6 @@ import logging
 from collections.abc import Callable, Container, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from xxhash import xxh3_128_hexdigest
-
 from legato.config.resume import Change
 from legato.config.schema import DatasetConfig, RunConfig
 from legato.data.samples import DataReport
@@ -26,6 +24,7 @@ from legato.models.folder import (
     weights_digest,
 )
 from legato.parallel.world import World
+from legato.storage.fingerprint import PREFIX, fingerprint
 from legato.train.state import TrainState
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ Inputs = Mapping[str, Mapping[str, Any]]
 """Name -> ``path`` and, as far as they are known, ``digest`` and counts. JSON values."""
 
 _COUNTS = ("files", "bytes", "rows", "samples")
-_SHOWN_DIGEST = len("xxh3_128:") + 8
+_SHOWN_DIGEST = len(PREFIX) + 8
 
 STREAM = "datasets.0"
 """The name of a stream, of which a run has one."""
@@ -90,7 +89,7 @@ def find_inputs(
         "tokenizer": {"path": config.model, "digest": tokenizer_digest(folder)},
         "chat_template": {
             "path": config.chat_template,
-            "digest": f"xxh3_128:{xxh3_128_hexdigest(chat_template.encode())}",
+            "digest": fingerprint([chat_template.encode()]),
         },
     }
     if config.streaming:
