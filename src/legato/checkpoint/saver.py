@@ -335,15 +335,7 @@ class Saver:
             # would wait with it, and its watchdog doesn't wait for ever.
             self._control.all_true(True)
         error = job.pending.error
-        will_retry = (
-            error is not None
-            and self._options.on_save_error == "continue"
-            and (
-                job.snapshot.is_copy
-                and isinstance(error, CheckpointError | OSError)
-                and not isinstance(error, RankDisagreementError | OutputDirLockedError)
-            )
-        )
+        will_retry = error is not None and self._may_retry(job, error)
         self._records.append(job.pending.record(will_retry=will_retry))
         self._lost = None
         if error is None:
@@ -360,6 +352,15 @@ class Saver:
             self._to_raise = as_write_error(error, step=job.step)
         elif not will_retry:
             self._lost = as_write_error(error, step=job.step)
+
+    def _may_retry(self, job: SaveJob, error: BaseException) -> bool:
+        """Whether the snapshot is still there, and what failed may go better another time."""
+        return (
+            self._options.on_save_error == "continue"
+            and job.snapshot.is_copy
+            and isinstance(error, CheckpointError | OSError)
+            and not isinstance(error, RankDisagreementError | OutputDirLockedError)
+        )
 
     def _raise_if_asked(self) -> None:
         error, self._to_raise = self._to_raise, None

@@ -158,18 +158,17 @@ class Stager:
         live = [t.clone() if cloned else t for t, cloned in zip(live, self._cloned, strict=True)]
         compute = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(compute)
-        on_device = [(b, t) for b, t in zip(self._buffers.tensors, live, strict=True) if t.is_cuda]
+        pairs = list(zip(self._buffers.tensors, live, strict=True))
         with torch.cuda.stream(self._stream):
             torch._foreach_copy_(
-                [buffer for buffer, _ in on_device], [t for _, t in on_device], non_blocking=True
+                [buffer for buffer, tensor in pairs if tensor.is_cuda],
+                [tensor for tensor in live if tensor.is_cuda],
+                non_blocking=True,
             )
-            for (_, tensor), cloned in zip(
-                on_device, itertools.compress(self._cloned, [t.is_cuda for t in live]), strict=True
-            ):
-                if cloned:
-                    # Freed on the compute stream, read on this one.
-                    tensor.record_stream(self._stream)
-        for buffer, tensor in zip(self._buffers.tensors, live, strict=True):
+            for clone in itertools.compress(live, self._cloned):
+                # Freed on the compute stream, read on this one.
+                clone.record_stream(self._stream)
+        for buffer, tensor in pairs:
             if not tensor.is_cuda:
                 buffer.copy_(tensor)
         self._done = self._stream.record_event()
