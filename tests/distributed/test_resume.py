@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from legato.config.load import load_config
-from legato.recipes.runs import run
+from legato.recipes.training import run
 from legato.report.metrics import read_events
 from tests.helpers import spawn, tiny
 from tests.helpers.runs import assert_same_tensors, legato, losses, write_config

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from legato.checkpoint import Checkpointer, KeepLast
 from legato.config.load import load_config
 from legato.parallel.mesh import MeshPlan, build_mesh
-from legato.recipes.runs import run
+from legato.recipes.training import run
 from legato.report.metrics import EventName, MetricsLog, read_events
 from legato.storage import LocalStorage
 from tests.helpers import spawn

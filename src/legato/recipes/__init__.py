@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from legato.recipes.methods import METHODS, Trained, full, lora
     from legato.recipes.rehearsal import preflight
-    from legato.recipes.runs import RunResult, run
+    from legato.recipes.training import RunResult, run
 
 __all__ = ["METHODS", "RunResult", "Trained", "full", "lora", "preflight", "run"]
 
-_HOMES = {"RunResult": "runs", "preflight": "rehearsal", "run": "runs"}
+_HOMES = {"RunResult": "training", "preflight": "rehearsal", "run": "training"}
 
 
 def __getattr__(name: str) -> Any:

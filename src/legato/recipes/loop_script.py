@@ -27,7 +27,7 @@ from legato.recipes.plan import (
     rate_of,
     read_state,
 )
-from legato.recipes.runs import open_checkpointer
+from legato.recipes.training import open_checkpointer
 from legato.train.state import TrainState, process_facts
 from legato.train.step import train_step
 

@@ -1,4 +1,4 @@
-"""A run from its config to its last checkpoint, in time order."""
+"""A training run, from its config to its last checkpoint, in time order."""
 
 from __future__ import annotations
 
