@@ -156,7 +156,8 @@ def test_dropout_is_the_same_again_for_the_same_step_and_another_for_the_next(
     def loss(step: int, seed: int = 0, rank: int = 0) -> float:
         setup = Setup(tiny_model_dir, attention_dropout=0.5)
         torch.rand(step)  # draws from elsewhere don't matter
-        return setup.step(as_batches(rows, 4), step=step, seed=seed, rank=rank).loss
+        world = World(rank, 2, ALONE.device)
+        return setup.step(as_batches(rows, 4), step=step, seed=seed, world=world).loss
 
     assert loss(1) == loss(1)
     assert len({loss(1), loss(2), loss(1, seed=1), loss(1, rank=1)}) == 4
