@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from legato.checkpoint import ModelPart, OptimizerPart
-from legato.checkpoint.parts import packed_pieces, sort_parts, state_tensors
+from legato.checkpoint.parts import sort_parts
 from legato.checkpoint.plan import plan_save
 from legato.checkpoint.staging import Stager
+from legato.checkpoint.tensors import packed_pieces, state_tensors
 from legato.errors import ConfigError
 from legato.models.names import named_weights
 from legato.optim.build import build_optimizer

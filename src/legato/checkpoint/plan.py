@@ -19,7 +19,8 @@ from legato.checkpoint.manifest import (
     TRAINER_FILE,
     digest_of,
 )
-from legato.checkpoint.parts import PacksMoments, Parts, encode_json, is_plain, state_tensors
+from legato.checkpoint.parts import PacksMoments, Parts, encode_json
+from legato.checkpoint.tensors import is_plain, state_tensors
 from legato.errors import CheckpointError
 from legato.hf_folder import (
     Box,

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from legato.checkpoint.digests import OnRead
 from legato.checkpoint.records import Committed
-from legato.checkpoint.staging import local
+from legato.checkpoint.tensors import is_plain, local
 from legato.hf_folder import FolderReader, local_box
 from legato.storage import Storage
 
@@ -68,7 +68,7 @@ class StepTensors:
 
     def fill(self, key: str, target: Tensor) -> None:
         """Read this rank's part of ``key`` into ``target``, rounding to its dtype."""
-        box = local_box(target) if type(target) not in (Tensor, nn.Parameter) else None
+        box = None if is_plain(target) else local_box(target)
         shard = local(target)
         if shard.numel() > 0:
             self._reader.read_into(key, box, shard, cast=True)

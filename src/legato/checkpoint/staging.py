@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from legato.checkpoint.parts import is_plain
+from legato.checkpoint.tensors import local
 from legato.errors import CheckpointError
 
 # What is at most cloned on the device before it is copied out: adapters, buffers, scalars.
@@ -238,14 +238,6 @@ class _Buffers:
             self._registered = False
         self.tensors = []
         self._flat = torch.empty(0, dtype=torch.uint8)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor: the tensor itself unless it is sharded; not a copy."""
-    if is_plain(tensor):
-        return tensor
-    shard: Tensor = tensor._local_tensor  # type: ignore[attr-defined]
-    return shard
 
 
 def _to_host(tensor: Tensor) -> Tensor:

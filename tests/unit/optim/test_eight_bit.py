@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from legato.checkpoint import Checkpointer, OptimizerPart
-from legato.checkpoint.parts import packed_pieces
+from legato.checkpoint.tensors import packed_pieces
 from legato.errors import CheckpointError, CheckpointMismatchError, MissingDependencyError
 from legato.optim.build import build_optimizer, set_learning_rate
 
