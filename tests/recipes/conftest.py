@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from legato.recipes import runs
+from legato.recipes import training
 from legato.recipes.parts import RunParts
 
 
@@ -14,11 +14,11 @@ from legato.recipes.parts import RunParts
 def built(monkeypatch: pytest.MonkeyPatch) -> list[RunParts]:
     """The parts of each run of a test, as they are when it has ended."""
     seen: list[RunParts] = []
-    build = runs.build_parts
+    build = training.build_parts
 
     def remember(*words: Any, **options: Any) -> RunParts:
         seen.append(build(*words, **options))
         return seen[-1]
 
-    monkeypatch.setattr(runs, "build_parts", remember)
+    monkeypatch.setattr(training, "build_parts", remember)
     return seen

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from legato.checkpoint.manifest import FileEntry, parse_manifest
-from legato.recipes import runs
+from legato.recipes import training
 from tests.helpers.runs import (
     RECIPES,
     assert_same_tensors,
@@ -100,7 +100,7 @@ def test_weights_that_an_update_in_backward_has_spoiled_are_not_saved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = write_config(tmp_path, model=tiny_model_dir, recipe=FULL, **UNCLIPPED)
-    build = runs.build_parts
+    build = training.build_parts
     gradients: list[torch.Tensor] = []
 
     def spoil_the_second(gradient: torch.Tensor) -> torch.Tensor:
@@ -113,7 +113,7 @@ def test_weights_that_an_update_in_backward_has_spoiled_are_not_saved(
         weight.register_hook(spoil_the_second)
         return parts
 
-    monkeypatch.setattr(runs, "build_parts", build_spoilt)
+    monkeypatch.setattr(training, "build_parts", build_spoilt)
     # After backward, the check comes before the update: step 1 is what there is to save.
     assert legato("run", "--config", config, f"output_dir={tmp_path / 'after'}") == 1
     assert steps_in(tmp_path / "after") == [1]

@@ -22,8 +22,7 @@ from legato.checkpoint.parts import (
 from legato.checkpoint.plan import MODEL_STEMS, OPTIMIZER_STEM, RNG_STEM
 from legato.checkpoint.reading import ReadProgress, StepTensors, unseen
 from legato.checkpoint.records import Committed
-from legato.checkpoint.staging import local
-from legato.checkpoint.tensors import packed_pieces
+from legato.checkpoint.tensors import local, packed_pieces
 from legato.errors import CheckpointMismatchError, CheckpointTornError
 from legato.hf_folder import TensorSpec
 from legato.storage import Storage
