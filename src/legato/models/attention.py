@@ -10,6 +10,7 @@ a family that doesn't pass the documents' bounds on would let them see each othe
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
 from collections.abc import Callable, Sequence
@@ -31,6 +32,10 @@ VARLEN = "legato_varlen"
 # Relative distance of hidden states, documents packed and apart. A leak is far above.
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _PROBED_LENGTHS = (5, 11)
+
+# What torch's kernel wants to be told of fewer heads of keys than of queries; see grouped_heads.
+# Filled before a block is compiled: a graph can't look at signatures.
+_GROUPED_HEADS: dict[str, Any] = {}
 
 # What the kernels here don't know of: families that need one of these use another attention.
 _UNKNOWN = ("softcap", "s_aux", "position_bias")
@@ -141,6 +146,7 @@ def _on_cuda(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
+    is_grouped = query_NHK.shape[1] != key_NHK.shape[1]
     output = varlen_attn(
         query_NHK,
         key_NHK,
@@ -151,10 +157,23 @@ def _on_cuda(
         longest,
         scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        enable_gqa=query_NHK.shape[1] != key_NHK.shape[1],
+        **_GROUPED_HEADS if is_grouped else {},
     )
     assert isinstance(output, Tensor), "no auxiliary outputs were asked for"
     return output
+
+
+def grouped_heads(kernel: Callable[..., Any]) -> dict[str, Any]:
+    """The options by which a varlen kernel takes fewer heads of keys than of queries.
+
+    Args:
+        kernel: torch's. That of torch 2.11 takes them without being told, and knows no option.
+
+    Returns:
+        Keyword arguments.
+    """
+    is_told = "enable_gqa" in inspect.signature(kernel).parameters
+    return {"enable_gqa": True} if is_told else {}
 
 
 @_disable_dynamo  # not compiled: a graph would hold these very documents
@@ -277,6 +296,10 @@ def _try(causal: Any, decode: Callable[..., Tensor], implementation: str) -> str
 
     before = causal.config._attn_implementation
     if implementation == VARLEN:
+        if causal.device.type == "cuda":
+            from torch.nn.attention.varlen import varlen_attn
+
+            _GROUPED_HEADS.update(grouped_heads(varlen_attn))
         AttentionInterface.register(VARLEN, varlen_attention)
         AttentionMaskInterface.register(VARLEN, _varlen_mask)
         if not causal._can_set_attn_implementation():

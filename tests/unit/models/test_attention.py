@@ -17,6 +17,7 @@ from legato.errors import UnsupportedModelError
 from legato.models.attention import (
     VARLEN,
     document_bounds,
+    grouped_heads,
     packing_difference,
     settle_packing,
     states_apart,
@@ -233,3 +234,14 @@ def test_answers_are_the_same_after_the_attention_was_switched() -> None:
     assert model.config._attn_implementation == VARLEN
     after = model.generate(**prompts, max_new_tokens=6, do_sample=False)
     assert after.tolist() == before.tolist()
+
+
+def test_fewer_heads_of_keys_are_said_to_the_kernels_that_want_to_know() -> None:
+    def of_torch_2_11(query: torch.Tensor, *, scale: float | None = None) -> torch.Tensor:
+        return query
+
+    def later(query: torch.Tensor, *, enable_gqa: bool = False) -> torch.Tensor:
+        return query
+
+    assert grouped_heads(of_torch_2_11) == {}
+    assert grouped_heads(later) == {"enable_gqa": True}
