@@ -114,7 +114,19 @@ def test_two_ranks_take_the_step_of_one_device_also_in_backward(tmp_path: Path) 
     options |= {"batch_size": 3, "clip_grad_norm": None}
     after = build_config(model, "full", num_ranks=2, **options)
     during = build_config(model, "full", num_ranks=2, **options, optimizer_in_backward=True)
-    for expected, found in compare(2, CASES, tmp_path, others=[after, during]):
+    # What no other test here puts together.
+    mixed = [
+        build_config(model, "lora", num_ranks=2, **options, optimizer_in_backward=True, **more)
+        for more in (
+            {"quantize_base": "nf4", "use_rslora": True, "lora_modules_to_save": ["norm"]},
+            {"use_dora": True, "lora_modules_to_save": ["embed_tokens"]},
+        )
+    ]
+    for expected, found, *others in compare(2, CASES, tmp_path, others=[after, during, *mixed]):
+        for other in others:
+            assert other.loss == pytest.approx(expected.loss, rel=1e-2)
+            moved = [n for n, t in other.before.items() if not np.array_equal(t, other.after[n])]
+            assert {n for n in other.before if ".lora_A." not in n} == set(moved)
         assert (found.loss, found.grad_norm) == (expected.loss, expected.grad_norm)
         assert len(expected.gradients) == len(expected.after)
         assert not found.gradients  # before backward there are none, and after it none are left

@@ -154,7 +154,7 @@ def train(
 
 
 def take(run: Run, step: int) -> float:
-    return take_step(run.loaded, run.optimizer, run.world, step=step, one_form=True).loss
+    return take_step(run.model, run.optimizer, run.world, step=step, one_form=True).loss
 
 
 def by_world(

@@ -1,4 +1,7 @@
-"""One training state in many forms: how it is compiled, checkpointed, sharded, trained."""
+"""One training state in many forms: how it is compiled, checkpointed, sharded, trained.
+
+Each form is built as the recipes build it.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from legato.checkpoint import Checkpointer, ModelPart, OptimizerPart
+from legato.checkpoint import Checkpointer
 from legato.config.schema import RunConfig
 from legato.models.compile import wrap_compile
 from legato.models.head import Decoder
 from legato.models.names import named_weights
 from legato.models.shard import sharded_decode
-from legato.optim.build import build_optimizer
 from legato.parallel.world import World
-from legato.recipes.model import DTYPES, LoadedModel, build_model
-from tests.helpers.loops import Counter
-from tests.helpers.sharded import Arrays, build_config, whole
+from legato.train.state import TrainState
+from legato.train.trainer import TrainableModel
+from tests.helpers.sharded import Arrays, build_config, build_run, whole
 
 COMPILE: dict[str, Any] = {
     "eager": False,
@@ -43,6 +45,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 ROUNDED: dict[str, tuple[str, dict[str, Any]]] = {
     "full_bf16": ("full", {"dtype": "bf16"}),
     "lora_bf16": ("lora", {"dtype": "bf16"}),
+    "qlora_bf16": ("lora", {"dtype": "bf16", "quantize_base": "nf4"}),
 }
 ALL_METHODS = METHODS | ROUNDED
 
@@ -92,24 +95,14 @@ class Run:
         torch._dynamo.reset()
         config = form.config(model)
         self.world = world
-        self.loaded: LoadedModel = build_model(config, world=world)
+        self.counter = TrainState()
+        parts = build_run(config, world, state=self.counter)
+        self.model, self.optimizer, self.state = parts.model, parts.optimizer, dict(parts.saved)
         if form.how == "wrap_compile":
-            self.loaded = wrap_decoder(self.loaded, is_sharded=form.num_ranks > 1)
-        trained = self.loaded.trained
-        self.optimizer = build_optimizer(self.loaded.parameters, lr=config.optimizer.lr)
-        self.counter = Counter()
-        self.state = {
-            "model": ModelPart(
-                tensors=named_weights(trained.module, trainable_only=trained.kind == "adapter"),
-                kind=trained.kind,
-                keys=trained.keys,
-                file_dtype=DTYPES[config.dtype],
-                masters=self.loaded.stored_masters,
-                files=trained.files,
-            ),
-            "optimizer": OptimizerPart(self.optimizer, names=self.loaded.parameters),
-            "trainer": self.counter,
-        }
+            self.model = wrap_decoder(self.model, is_sharded=form.num_ranks > 1)
+            part = self.state["model"]
+            named = named_weights(self.model.module, trainable_only=part.kind == "adapter")
+            self.state["model"] = replace(part, tensors=named)
 
     def restore(self, output_dir: Path) -> None:
         with Checkpointer(str(output_dir), process_group=self.world.group) as checkpointer:
@@ -126,9 +119,9 @@ class Run:
         """Every tensor of the state, named as a step folder names it."""
         for name, tensor in self.state["model"].tensors.items():
             yield f"model/{self.state['model'].key(name)}", tensor
-        for name, master in self.loaded.stored_masters.items():
+        for name, master in self.state["model"].masters.items():
             yield f"master/{name}", master
-        for name, parameter in self.loaded.parameters.items():
+        for name, parameter in self.model.parameters.items():
             for moment, value in self.optimizer.state[parameter].items():
                 yield f"{moment}/{name}", value
 
@@ -145,7 +138,7 @@ class Run:
     @torch.no_grad()
     def fill(self) -> None:
         """Give every tensor, moments included, values that only its name decides."""
-        for parameter in self.loaded.parameters.values():
+        for parameter in self.model.parameters.values():
             self.optimizer.state[parameter] = {
                 "step": torch.tensor(7.0),
                 "exp_avg": torch.empty_like(parameter),
@@ -154,7 +147,7 @@ class Run:
         for name, tensor in self.tensors():
             if not name.startswith("step/"):
                 tensor.copy_(known(name, tensor))
-        for name, master in self.loaded.stored_masters.items():
+        for name, master in self.state["model"].masters.items():
             self.state["model"].tensors[name].copy_(master)
 
 
@@ -165,9 +158,9 @@ def known(name: str, like: Tensor) -> Tensor:
     return values.abs() if name.startswith("exp_avg_sq") else values
 
 
-def wrap_decoder(loaded: LoadedModel, *, is_sharded: bool) -> LoadedModel:
-    """``loaded`` with its decoder in torch.compile's wrapper, whose name gets into every name."""
-    module: Any = loaded.trained.module
+def wrap_decoder(model: TrainableModel, *, is_sharded: bool) -> TrainableModel:
+    """``model`` with its decoder in torch.compile's wrapper, whose name gets into every name."""
+    module: Any = model.module
     causal = module.get_base_model() if hasattr(module, "get_base_model") else module
     name = next(name for name, child in causal.named_children() if child is causal.get_decoder())
     decoder = wrap_compile(causal.get_decoder(), dynamic=False)
@@ -177,12 +170,12 @@ def wrap_decoder(loaded: LoadedModel, *, is_sharded: bool) -> LoadedModel:
     decode: Any = Decoder(decoder)
     if is_sharded:
         decode = sharded_decode(module, decode)
-    return replace(loaded, decode=decode)
+    return replace(model, decode=decode)
 
 
 def is_cut(run: Run) -> bool:
     """Whether the ranks hold parts of the weights."""
-    return all(isinstance(tensor, DTensor) for tensor in run.loaded.parameters.values())
+    return all(isinstance(tensor, DTensor) for tensor in run.model.parameters.values())
 
 
 def stored(step_folder: Path) -> Arrays:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,16 @@ from torch.distributed.tensor import DTensor
 
 from legato.config.schema import RunConfig
 from legato.data.loader import Loader
+from legato.models.load import load_tokenizer
 from legato.optim.build import build_optimizer
 from legato.parallel.world import World
+from legato.recipes.data import RunData
 from legato.recipes.model import LoadedModel, build_model
+from legato.recipes.parts import RunParts, build_parts
 from legato.train.in_backward import InBackward
+from legato.train.state import TrainState
 from legato.train.step import train_step
+from legato.train.trainer import TrainableModel
 from tests.helpers import rows
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -55,6 +61,39 @@ def build_config(model: Path, method: str, *, num_ranks: int, **changes: Any) ->
     return RunConfig.model_validate(values | changes)
 
 
+@functools.cache
+def cached_tokenizer(folder: str) -> Any:
+    return load_tokenizer(folder)
+
+
+def build_run(
+    config: RunConfig, world: World, *, batch_size: int = 2, state: TrainState | None = None
+) -> RunParts:
+    """A run's parts as the recipes build them, on ``DATA``. Collective on several ranks."""
+    data = rows.as_data(DATA)
+    loader = Loader(
+        data,
+        global_batch_size=len(DATA),
+        batch_size=batch_size,
+        seed=0,
+        pad_id=rows.PAD_ID,
+        rank=world.rank,
+        world_size=world.world_size,
+    )
+    tokenizer = cached_tokenizer(config.model)
+    run_data = RunData(
+        train=data,
+        held_out=None,
+        loader=loader,
+        eval_loader=None,
+        tokenizer=tokenizer,
+        chat_template=tokenizer.chat_template,
+        max_seq_len=16,
+        inputs={},
+    )
+    return build_parts(config, run_data, world=world, state=state or TrainState())
+
+
 def load_and_step(config: RunConfig, world: World) -> Outcome:
     """Load the model and take one step with AdamW. Collective on several ranks."""
     loaded = build_model(config, world=world)
@@ -69,7 +108,7 @@ def load_and_step(config: RunConfig, world: World) -> Outcome:
 
 
 def take_step(
-    loaded: LoadedModel,
+    loaded: LoadedModel | TrainableModel,
     optimizer: torch.optim.Optimizer,
     world: World,
     *,
@@ -97,7 +136,7 @@ def take_step(
     parameters = loaded.parameters
     before = whole(parameters)
     gradients: Arrays = {}
-    updates = None
+    updates = loaded.in_backward if isinstance(loaded, TrainableModel) else None
     if in_backward:
         updates = InBackward(optimizer, parameters=parameters, masters=loaded.masters)
 
@@ -120,7 +159,7 @@ def take_step(
         gradients=gradients,
         before=before,
         after=whole(parameters),
-        bytes_read=loaded.bytes_read,
+        bytes_read=loaded.bytes_read if isinstance(loaded, LoadedModel) else None,
     )
 
 

@@ -38,6 +38,7 @@ IGNORED = [
     ({"cpu_offload": True}, "cpu_offload: this recipe trains on one device"),
     ({"shared_storage": False}, "shared_storage: this recipe trains on one device"),
     ({"quantize_base": "none"}, "quantize_base: only frozen weights can be quantized"),
+    ({"quantize_base": "nf4"}, "quantize_base: only frozen weights can be quantized"),
     (
         {"train_on_inputs": True, "turns_to_train": "last"},
         "turns_to_train: train_on_inputs: true trains every turn",
