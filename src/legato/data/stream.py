@@ -56,7 +56,7 @@ class StreamPlace:
         epoch: The pass over the source, from 0.
         first_row: Number of the block's first row in the source, from 0.
         taken: Rows of the block, in its shuffled order, that have been trained on.
-        digest: Of the block's samples; None: in steps of older versions, which had none.
+        digest: Of the block's samples; None: they haven't been read yet.
         start: Of a hub data set: the shard that the block begins in, where it is entered.
     """
 
