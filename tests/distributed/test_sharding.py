@@ -205,7 +205,7 @@ def test_a_mesh_that_does_not_fit_the_processes_is_refused_by_its_keys(
     config = write_config(
         tmp_path, model=tiny_model_dir, recipe="full_finetune_distributed", dp_replicate=3
     )
-    code, output = Launched(config).end(within_seconds=240)
+    code, output = Launched(config).fail()
     assert code == 2
     assert "dp_replicate: 3 copies don't divide 2 processes. Choose one of 1, 2" in output
     assert not steps_in(tmp_path / "out")

@@ -20,6 +20,8 @@ from legato.report.metrics import read_events
 TIMEOUT_SECONDS = 240.0
 # multiprocessing's own helper ends when it notices that nobody is left.
 ORPHAN_SECONDS = 2.0
+# Until all have ended of a run one of whose ranks has failed.
+FAILED_SECONDS = 30.0
 MARK = "LEGATO_TEST_LAUNCH"
 
 
@@ -165,6 +167,16 @@ class Launched:
         _, orphans = psutil.wait_procs(self.left(), timeout=ORPHAN_SECONDS)
         assert not orphans, f"left behind: {orphans}"
         return self.process.returncode, output
+
+    def fail(self) -> tuple[int, str]:
+        """Wait for a bad end, which comes soon after a rank's first error; as ``end``."""
+        code, output = self.end()
+        assert code != 0, output
+        logs = [path for path in self.output_dir.glob("logs/*") if "Traceback" in path.read_text()]
+        if logs:  # written to when the rank failed
+            since = time.time() - min(path.stat().st_mtime for path in logs)
+            assert since < FAILED_SECONDS, output
+        return code, output
 
     def succeed(self) -> str:
         """Wait for a good end; what was said."""

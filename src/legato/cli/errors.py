@@ -70,7 +70,7 @@ def _end(error: BaseException) -> int:
     if isinstance(error, OSError) and error.filename is not None:
         _say(f"{error.filename}: {error.strerror}")
         return 1
-    if _is_out_of_memory(error):
+    if is_out_of_memory(error):
         _say(f"out of memory: {str(error).strip() or type(error).__name__}\n{LESS_MEMORY}")
         return 1
     _say(f"{type(error).__name__}: {error}\nThis is a fault in Legato; --debug shows where.")
@@ -93,8 +93,8 @@ def _misfit(error: Any) -> str:
     return f"{message}{end} `{context.command_path} --help` shows the form"
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Told by name and text: torch isn't imported for this, and says it in three ways."""
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that memory ran out, by name and text: no torch is imported for it."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and "allocate memory" in str(error)

@@ -17,6 +17,7 @@ from typing import TextIO
 
 import typer
 
+from legato.cli.errors import LESS_MEMORY, is_out_of_memory
 from legato.errors import LegatoError, PeerLostError, StopRequested, WorldError
 from legato.parallel.placement import Placement
 from legato.parallel.reports import RankEnd, clear_end, is_over, launch_folder, write_end
@@ -61,7 +62,7 @@ def as_rank(placement: Placement, *, output_dir: str) -> Iterator[None]:
             end = _end_of(error, rank=placement.rank)
             if log is not None and end.how in ("failed", "lost"):
                 with contextlib.suppress(OSError):  # a full disk is what may have gone wrong
-                    log.write("".join(traceback.format_exception(error)))
+                    log.write(end.traceback)
                     log.flush()
             if folder is not None:
                 _tell(folder, placement, end)
@@ -92,6 +93,7 @@ def _end_of(error: BaseException, *, rank: int) -> RankEnd:
     now = time.time()
     if isinstance(error, StopRequested):
         return RankEnd(rank=rank, how="stopped", time=now, exit_code=error.exit_code)
+    text = "".join(traceback.format_exception(error))
     if isinstance(error, PeerLostError):
         return RankEnd(
             rank=rank,
@@ -101,6 +103,7 @@ def _end_of(error: BaseException, *, rank: int) -> RankEnd:
             message=error.message,
             is_final=error.facts.get("is_over", False),
             lost_rank=error.facts.get("rank"),
+            traceback=text,
         )
     if isinstance(error, LegatoError):
         # What is refused on purpose would be refused again; hosts that can't meet may yet do so.
@@ -111,14 +114,12 @@ def _end_of(error: BaseException, *, rank: int) -> RankEnd:
             exit_code=error.exit_code,
             message=error.message,
             is_final=not isinstance(error, WorldError),
+            traceback=text,
         )
-    return RankEnd(
-        rank=rank,
-        how="failed",
-        time=now,
-        exit_code=1,
-        message=f"{type(error).__name__}: {error}",
-    )
+    message = f"{type(error).__name__}: {error}"
+    if is_out_of_memory(error):
+        message = f"{message}\n{LESS_MEMORY}"
+    return RankEnd(rank=rank, how="failed", time=now, exit_code=1, message=message, traceback=text)
 
 
 @contextlib.contextmanager

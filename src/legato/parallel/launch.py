@@ -21,12 +21,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import psutil
 
 from legato.errors import StopRequested, UsageError, WorldError, first_line
 from legato.parallel.handlers import handlers_taken
-from legato.parallel.hosts import HostWatch, end_process, waiting_text
+from legato.parallel.hosts import HostWatch, end_process, stop_board, waiting_text
 from legato.parallel.placement import is_port_in_use
 from legato.parallel.reports import (
     FOLDER_VARIABLE,
@@ -37,6 +38,9 @@ from legato.parallel.reports import (
     read_ends,
 )
 from legato.parallel.terminal import leave_closed_terminal
+
+if TYPE_CHECKING:
+    from legato.parallel.meeting import StopBoard
 
 logger = logging.getLogger(__name__)
 
@@ -219,11 +223,12 @@ def launch(plan: LaunchPlan, *, logs: Path) -> None:
     from torch.distributed.run import run
 
     deaths: dict[int, Death] = {}
+    board = stop_board(plan.arguments) if plan.num_hosts > 1 else None
     with (
         tempfile.TemporaryDirectory(prefix="legato-launch-") as folder,
         _environment(plan, folder),
         _Signals(folder, shutdown_seconds=plan.arguments.shutdown_timeout) as signals,
-        _watching_hosts(plan, folder),
+        _watching_hosts(plan, folder, board),
     ):
         if plan.arguments.log_dir is None:
             plan.arguments.log_dir = str(Path(folder, "torch"))
@@ -237,7 +242,10 @@ def launch(plan: LaunchPlan, *, logs: Path) -> None:
         except SignalException as error:  # SIGQUIT
             raise StopRequested(int(error.sigval)) from error
         except (RuntimeError, OSError, RendezvousError) as error:
-            # Another host's launcher ends the hosts' meeting when its own processes have failed.
+            # Another host's launcher ends the hosts' meeting when its own processes have failed,
+            # or when it is stopped.
+            if board is not None and board.is_posted():
+                raise StopRequested(signal.SIGTERM) from error
             if not any(end.how in ("failed", "lost") for end in read_ends(folder)):
                 raise _cannot_launch(plan, error) from error
         finally:
@@ -276,7 +284,9 @@ def _environment(plan: LaunchPlan, folder: str) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _watching_hosts(plan: LaunchPlan, folder: str) -> contextlib.AbstractContextManager[object]:
+def _watching_hosts(
+    plan: LaunchPlan, folder: str, board: StopBoard | None
+) -> contextlib.AbstractContextManager[object]:
     """Say whom torch waits for, where there are other hosts to wait for."""
     if plan.num_hosts == 1 or threading.current_thread() is not threading.main_thread():
         return contextlib.nullcontext()
@@ -291,7 +301,13 @@ def _watching_hosts(plan: LaunchPlan, folder: str) -> contextlib.AbstractContext
         shutil.rmtree(folder, ignore_errors=True)
         end_process(number)
 
-    return HostWatch(say=say, is_waiting=lambda: not _workers(), give_up=give_up)
+    return HostWatch(
+        say=say,
+        is_waiting=lambda: not _workers(),
+        give_up=give_up,
+        tell=board.post if board else lambda: False,
+        is_stopped=board.is_posted if board else lambda: False,
+    )
 
 
 class _Signals:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import logging
+import signal
 import socket
 import threading
 import time
@@ -26,7 +27,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from legato.errors import PeerLostError, WorldError, first_line
+from legato.errors import PeerLostError, StopRequested, WorldError, first_line
 from legato.parallel.placement import Placement, is_port_in_use
 from legato.parallel.reports import RankEnd, launch_folder
 
@@ -40,9 +41,11 @@ SAY_SECONDS = 30.0
 """How often it says whom it waits for."""
 _HEARD_SECONDS = 10.0
 _ANSWER_SECONDS = 20.0
+_LOOK_SECONDS = 1.0
 _POLL_SECONDS = 0.1
 _ALL_HERE = "all here"
 _OVER = "over"
+_STOPPED = "stopped"
 _CHOOSE = "Choose another one: --master-port for legato run and torchrun, MASTER_PORT elsewhere."
 
 
@@ -60,6 +63,7 @@ def meet(placement: Placement, prepare: Callable[[], T]) -> tuple[Any, T]:
         WorldError: The place can't be reached, or somebody didn't come; ``.missing`` has the ranks.
         PeerLostError: ``prepare`` failed on another rank; ``.rank``. A rank's own error is raised
             as it is. With ``.is_over`` a rank of another host has ended, and would again.
+        StopRequested: Another host was stopped before its ranks had started.
     """
     if placement.world_size == 1:
         return dist.HashStore(), prepare()  # type: ignore[attr-defined]
@@ -115,6 +119,47 @@ def announce_end(placement: Placement, end: RankEnd) -> None:
     if _may_be_over(placement):
         with suppress(dist.DistError, WorldError):
             _shared_part(_connect(placement)).set(_OVER, json.dumps(asdict(end)))
+
+
+class StopBoard:
+    """Where launchers tell each other, and each other's ranks, of a signal that has come too early.
+
+    Once ranks have met, one that is told to stop tells the others. Before, nobody would: hosts
+    that wait for one that was stopped would wait to the end of torch's patience.
+
+    Args:
+        address: Host where the launchers meet.
+        port: Port there, of a ``TCPStore``.
+    """
+
+    def __init__(self, address: str, port: int) -> None:
+        self._place = Placement(rank=0, world_size=2, address=address, port=port)
+        self._shared: Any = None
+
+    def post(self) -> bool:
+        """Say that this host has been stopped; whether the place is there."""
+
+        def write(shared: Any) -> bool:
+            shared.set(_STOPPED, "")
+            return True
+
+        return self._ask(write)
+
+    def is_posted(self) -> bool:
+        """Whether another host has been stopped."""
+        return self._ask(lambda shared: bool(shared.check([_STOPPED])))
+
+    def _ask(self, do: Callable[[Any], bool]) -> bool:
+        try:
+            if self._shared is None:
+                # torch would wait for a host that isn't there yet.
+                address = (self._place.address, self._place.port)
+                socket.create_connection(address, timeout=_LOOK_SECONDS).close()
+                self._shared = _shared_part(_connect(self._place))
+            return do(self._shared)
+        except (OSError, RuntimeError):
+            self._shared = None
+            return False
 
 
 def _may_be_over(placement: Placement) -> bool:
@@ -186,7 +231,11 @@ class _Meeting:
             self._names[rank] = name
 
     def _refuse_if_over(self) -> None:
-        if _may_be_over(self._placement) and self._shared.check([_OVER]):
+        if not _may_be_over(self._placement):
+            return
+        if self._shared.check([_STOPPED]):
+            raise StopRequested(signal.SIGTERM)
+        if self._shared.check([_OVER]):
             end = RankEnd(**json.loads(self._shared.get(_OVER)))
             raise PeerLostError(end.message, rank=end.rank, exit_code=end.exit_code, is_over=True)
 

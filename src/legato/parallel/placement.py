@@ -5,9 +5,12 @@ Imports no torch: the command line asks before anything heavy is loaded.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+import psutil
 
 from legato.errors import WorldError
 from legato.parallel.reports import FOLDER_VARIABLE
@@ -78,7 +81,9 @@ def find_placement(environment: Mapping[str, str]) -> Placement | None:
 def _from_torchrun(environment: Mapping[str, str]) -> Placement:
     run_id = environment.get("TORCHELASTIC_RUN_ID")
     if run_id == "none":  # torchrun's default
-        run_id = environment.get(FOLDER_VARIABLE) or _launch_folder_of_torch(environment)
+        run_id = (
+            environment.get(FOLDER_VARIABLE) or _launch_folder_of_torch(environment) or _parent()
+        )
     return Placement(
         rank=_number(environment, "RANK"),
         world_size=_number(environment, "WORLD_SIZE"),
@@ -97,6 +102,12 @@ def _launch_folder_of_torch(environment: Mapping[str, str]) -> str | None:
     """The folder that an agent makes for its launch: ``<folder>/attempt_2/0/error.json``."""
     parts = environment.get("TORCHELASTIC_ERROR_FILE", "").rsplit("/", 3)
     return parts[0] if len(parts) == 4 and parts[1].startswith("attempt_") else None
+
+
+def _parent() -> str:
+    """The process that started this one, for an agent without a folder: ``--log-dir=/dev/null``."""
+    parent = psutil.Process(os.getppid())
+    return f"process {parent.pid} of {parent.create_time():.0f}"
 
 
 def _from_slurm(environment: Mapping[str, str]) -> Placement:

@@ -38,6 +38,7 @@ class RankEnd:
         message: The error's; empty if there is none.
         is_final: A restart would end in the same way.
         lost_rank: Whose end ``lost`` this one; None: it can't be told.
+        traceback: The error's, as Python prints it; empty if there is none.
     """
 
     rank: int
@@ -47,6 +48,7 @@ class RankEnd:
     message: str = ""
     is_final: bool = False
     lost_rank: int | None = None
+    traceback: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +151,7 @@ def conclude(
 
     Raises:
         StopRequested: A signal ended the run, after a checkpoint, or before one was of use.
-        RunFailedError: It failed; ``.rank`` failed first, ``.exit_code``.
+        RunFailedError: It failed; ``.rank`` failed first, ``.exit_code``; its traceback is a note.
         CheckpointWriteError: The last checkpoint wasn't on disk in time.
     """
     stops = [end.exit_code - 128 for end in ends if end.how == "stopped"]
@@ -164,7 +166,11 @@ def conclude(
         raise StopRequested(stopped_by)
     found = first_failure(ends, deaths)
     if found is not None:
-        raise _failure(*found, ends, deaths, has_other_hosts=has_other_hosts, logs=logs)
+        error = _failure(*found, ends, deaths, has_other_hosts=has_other_hosts, logs=logs)
+        end = found[1]
+        if end is not None and end.traceback:
+            error.add_note(f"\nrank {end.rank}: {end.traceback}")
+        raise error
     if stops:
         raise StopRequested(stops[0])
 

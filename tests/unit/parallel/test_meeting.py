@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from legato.errors import ConfigError, PeerLostError, WorldError
+from legato.errors import ConfigError, PeerLostError, StopRequested, WorldError
 from legato.parallel import meeting
-from legato.parallel.meeting import announce_end, meet
+from legato.parallel.meeting import StopBoard, announce_end, meet
 from legato.parallel.placement import Placement
 from legato.parallel.reports import FOLDER_VARIABLE, RankEnd
 from tests.helpers.launches import free_port
@@ -140,3 +140,15 @@ def test_a_rank_of_another_host_that_would_fail_again_is_told_of_and_named(
         meet(first, lambda: "a")
     assert caught.value.facts == {"rank": 1, "exit_code": 2, "is_over": True}
     assert caught.value.exit_code == 2
+
+
+def test_a_host_that_was_stopped_before_its_ranks_had_started_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert StopBoard("127.0.0.1", store.port).post()
+    first = Placement(rank=0, world_size=2, port=store.port, has_agent=True, meets_at_agent=True)
+    with pytest.raises(StopRequested) as caught:
+        meet(first, lambda: "a")
+    assert caught.value.exit_code == 143

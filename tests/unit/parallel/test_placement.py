@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from legato.errors import WorldError
@@ -53,9 +57,6 @@ def test_torchruns_variables_are_read() -> None:
 
 def test_the_name_that_torchrun_gives_to_every_launch_is_no_name() -> None:
     nameless = TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}
-    found = find_placement(nameless)
-    assert found is not None
-    assert (found.has_agent, found.launch_id) == (True, None)
     folder = "/tmp/torchelastic_a1/none_b2"
     for attempt in (0, 1):
         file = {"TORCHELASTIC_ERROR_FILE": f"{folder}/attempt_{attempt}/3/error.json"}
@@ -65,6 +66,27 @@ def test_the_name_that_torchrun_gives_to_every_launch_is_no_name() -> None:
     ours = find_placement(nameless | {"LEGATO_LAUNCH_FOLDER": "/tmp/legato-launch-x"})
     assert ours is not None
     assert ours.launch_id == "/tmp/legato-launch-x"
+
+
+def test_a_nameless_launch_that_keeps_no_logs_is_known_by_the_process_that_restarts_its_ranks() -> (
+    None
+):
+    code = "import os; from legato.parallel.placement import *; print(find_placement(os.environ))"
+    environment = TORCHRUN | {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": ""}
+    attempts = [
+        subprocess.check_output(
+            [sys.executable, "-c", code],
+            env=os.environ | environment | {"TORCHELASTIC_RESTART_COUNT": "0"},
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    assert attempts[0] == attempts[1]
+    assert f"launch_id='process {os.getpid()} of 1" in attempts[0]
+    here = find_placement(environment)
+    assert here is not None
+    assert here.launch_id is not None
+    assert here.launch_id not in attempts[0]
 
 
 def test_rank_and_world_size_alone_are_enough() -> None:
