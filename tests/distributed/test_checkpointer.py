@@ -280,8 +280,25 @@ class FailingOnce(FaultyStorage):
             raise OSError(errno.EIO, os.strerror(errno.EIO), operation.path)
 
 
-def one_rank_fails(rank: int, folder: str, failing: int, verb: str) -> list[tuple[int, str | None]]:
+# A rank, and what fails on it.
+FAILURES = [
+    (0, "create_file"),
+    (0, "write_at"),
+    (1, "write_at"),
+    (1, "sync_file"),
+    (0, "sync_file"),
+]
+
+
+def ranks_fail_in_turn(rank: int, folder: str) -> list[list[tuple[int, str | None]]]:
     saver_module.RETRY_SECONDS = 0.0
+    return [
+        one_rank_fails(rank, f"{folder}/{failing}-{verb}", failing, verb)
+        for failing, verb in FAILURES
+    ]
+
+
+def one_rank_fails(rank: int, folder: str, failing: int, verb: str) -> list[tuple[int, str | None]]:
     storage = FailingOnce(verb) if rank == failing else LocalStorage()
     loop = Sharded()
     found = []
@@ -300,20 +317,15 @@ def one_rank_fails(rank: int, folder: str, failing: int, verb: str) -> list[tupl
     return found
 
 
-@pytest.mark.parametrize(
-    ("failing", "verb"),
-    [(0, "create_file"), (0, "write_at"), (1, "write_at"), (1, "sync_file"), (0, "sync_file")],
-)
-def test_a_rank_that_fails_fails_the_save_on_all_and_it_is_retried_on_all(
-    tmp_path: Path, failing: int, verb: str
-) -> None:
-    first, second = spawn.run(one_rank_fails, 2, str(tmp_path), failing, verb)
-    assert [step for step, _ in first] == [step for step, _ in second] == [1, 1, 2, 3]
-    for failed, *others in (first, second):
-        assert failed[1] is not None
-        assert "Input/output error" in failed[1]
-        assert [error for _, error in others] == [None] * 3
-    assert list((tmp_path / "out").glob(".step*")) == []
+def test_a_rank_that_fails_fails_the_save_on_all_and_it_is_retried_on_all(tmp_path: Path) -> None:
+    by_rank = spawn.run(ranks_fail_in_turn, 2, str(tmp_path))
+    for (failing, verb), first, second in zip(FAILURES, *by_rank, strict=True):
+        assert [step for step, _ in first] == [step for step, _ in second] == [1, 1, 2, 3]
+        for failed, *others in (first, second):
+            assert failed[1] is not None
+            assert "Input/output error" in failed[1]
+            assert [error for _, error in others] == [None] * 3
+        assert list((tmp_path / f"{failing}-{verb}" / "out").glob(".step*")) == []
 
 
 def raise_on_error(rank: int, folder: str) -> int:
@@ -510,9 +522,16 @@ class OneWriterPerFile(FaultyStorage):
         super().create_file(path, size_bytes)
 
 
-def relay_three_steps(rank: int, folder: str, failing: int | None) -> Arrays:
+FAILING = (None, 0, 1)
+
+
+def relay_in_turn(rank: int, folder: str) -> list[Arrays]:
     saver_module.RETRY_SECONDS = 0.0
     relay_module.MESSAGE_BYTES = 40
+    return [relay_three_steps(rank, f"{folder}/{failing}", failing) for failing in FAILING]
+
+
+def relay_three_steps(rank: int, folder: str, failing: int | None) -> Arrays:
     storage = OneWriterPerFile(folder, rank, fail_once=rank == failing)
     loop = Sharded()
     with Checkpointer(
@@ -528,22 +547,20 @@ def relay_three_steps(rank: int, folder: str, failing: int | None) -> Arrays:
     return arrays(loop.whole())
 
 
-@pytest.mark.parametrize("failing", [None, 0, 1])
-def test_where_a_file_may_have_one_writer_the_others_send_their_slices(
-    tmp_path: Path, failing: int | None
-) -> None:
-    expected = spawn.run(relay_three_steps, 3, str(tmp_path), failing)[0]
-    folder = tmp_path / "out" / "step_3"
-    found: dict[str, torch.Tensor] = {}
-    for path in folder.glob("state/*.safetensors"):
-        found |= load_file(path)
-    for path in folder.glob("model*.safetensors"):
-        found |= {f"model/{key}": value for key, value in load_file(path).items()}
-    assert_equal(arrays(found), expected)
-    with Checkpointer(tmp_path / "out", verify_on_load=True) as checkpointer:
-        assert [info.is_complete for info in checkpointer.steps()] == [True] * 3
-        assert checkpointer.source is not None
-        assert find_damage(LocalStorage(), checkpointer.source) == []
+def test_where_a_file_may_have_one_writer_the_others_send_their_slices(tmp_path: Path) -> None:
+    by_failing = spawn.run(relay_in_turn, 3, str(tmp_path))[0]
+    for failing, expected in zip(FAILING, by_failing, strict=True):
+        out = tmp_path / str(failing) / "out"
+        found: dict[str, torch.Tensor] = {}
+        for path in out.glob("step_3/state/*.safetensors"):
+            found |= load_file(path)
+        for path in out.glob("step_3/model*.safetensors"):
+            found |= {f"model/{key}": value for key, value in load_file(path).items()}
+        assert_equal(arrays(found), expected)
+        with Checkpointer(out, verify_on_load=True) as checkpointer:
+            assert [info.is_complete for info in checkpointer.steps()] == [True] * 3
+            assert checkpointer.source is not None
+            assert find_damage(LocalStorage(), checkpointer.source) == []
 
 
 def on_disks_of_their_own(rank: int) -> list[str]:

@@ -11,7 +11,6 @@ import pytest
 from legato import recipes
 from legato.config.load import load_config
 from legato.errors import LegatoError
-from legato.report.metrics import read_events
 from tests.helpers import spawn, tiny
 from tests.helpers.runs import legato, losses, steps_in, write_config
 
@@ -25,49 +24,6 @@ TIMEOUT_SECONDS = 400.0
 def train(rank: int, config: str, overrides: tuple[str, ...]) -> int:
     loaded = load_config(config, overrides)
     return recipes.run(loaded.config, config_name=loaded.name, config_yaml=loaded.yaml).last_step
-
-
-def values(output_dir: Path, event: str, *names: str) -> list[tuple[float, ...]]:
-    found = read_events(output_dir / "metrics.jsonl")
-    return [tuple(each[name] for name in names) for each in found if each["event"] == event]
-
-
-@pytest.mark.parametrize("method", ["full", "lora"])
-def test_every_number_of_ranks_takes_the_same_rows_and_gets_the_same_losses(
-    tmp_path: Path, tiny_model_dir: Path, method: str
-) -> None:
-    # 10 rows less 1 held out, 4 a step: the last step of an epoch has one row for all ranks, and
-    # one row is evaluated by all.
-    config = write_config(
-        tmp_path,
-        model=tiny_model_dir,
-        recipe=f"{method}_finetune_distributed",
-        epochs=2,
-        val_set_size=1,
-        run_val_every_n_steps=2,
-        batch_size=1,
-        **({"lora_dropout": 0.0} if method == "lora" else {}),
-    )
-    losses, evaluations = {}, {}
-    for world_size in (1, 2, 4):
-        out = tmp_path / f"world_{world_size}"
-        accumulation = f"gradient_accumulation_steps={4 // world_size}"
-        overrides = (f"output_dir={out}", accumulation)
-        steps = spawn.run(
-            train, world_size, str(config), overrides, timeout_seconds=TIMEOUT_SECONDS
-        )
-        assert steps == [6] * world_size
-        tokens = values(out, "step", "step", "num_tokens", "num_loss_tokens")
-        assert tokens == values(
-            tmp_path / "world_1", "step", "step", "num_tokens", "num_loss_tokens"
-        )
-        losses[world_size] = values(out, "step", "loss", "grad_norm")
-        evaluations[world_size] = values(out, "eval", "step", "eval_loss")
-    for world_size in (2, 4):
-        for alone, together in zip(losses[1], losses[world_size], strict=True):
-            assert together == pytest.approx(alone, rel=2e-5)
-        for alone, together in zip(evaluations[1], evaluations[world_size], strict=True):
-            assert together == pytest.approx(alone, rel=2e-5)
 
 
 def breaks_on_rank_1(rank: int, config: str, overrides: tuple[str, ...]) -> str:

@@ -62,20 +62,6 @@ def test_the_start_says_what_the_ranks_read_of_the_model(
     assert f"each rank read its part, {size / 2000:.1f} kB" in text
 
 
-def test_plain_torchrun_starts_the_same_run(
-    tmp_path: Path, tiny_model_dir: Path, whole: Launched
-) -> None:
-    run = Launched(
-        config_in(tmp_path, tiny_model_dir),
-        command=(
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node=2", "-m", "legato", "run"),
-        ),
-    )
-    run.succeed()
-    assert losses(run.output_dir) == losses(whole.output_dir)
-
-
 def test_processes_that_slurm_starts_find_each_other(
     tmp_path: Path, tiny_model_dir: Path, whole: Launched
 ) -> None:
@@ -98,7 +84,7 @@ def test_processes_that_slurm_starts_find_each_other(
     assert losses(tmp_path / "out") == losses(whole.output_dir)
 
 
-def test_options_may_stand_before_or_after_and_in_either_spelling(
+def test_options_may_stand_before_or_after_in_either_spelling_and_in_the_environment(
     tmp_path: Path, tiny_model_dir: Path, whole: Launched
 ) -> None:
     run = Launched(
@@ -106,8 +92,9 @@ def test_options_may_stand_before_or_after_and_in_either_spelling(
         *("--rdzv_backend", "c10d", "--rdzv-endpoint=localhost:0", "--max_restarts", "1"),
         command=(
             *(sys.executable, "-m", "legato", "run", "--nnodes", "1"),
-            *("full_finetune_distributed", "--nproc_per_node", "2"),
+            "full_finetune_distributed",
         ),
+        environment={"PET_NPROC_PER_NODE": "2"},
     )
     run.succeed()
     assert losses(run.output_dir) == losses(whole.output_dir)
@@ -124,20 +111,16 @@ def test_one_process_of_a_distributed_recipe_is_a_run_like_any_other(
 
 
 def test_several_processes_of_a_single_device_recipe_are_refused(
-    tmp_path: Path, tiny_model_dir: Path
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = config_in(tmp_path, tiny_model_dir, recipe="lora_finetune_single_device")
-    for command in (None, torchrun()):
-        _, output = Launched(config, command=command).fail()
-        assert "Use recipe: lora_finetune_distributed" in output
+    assert legato("run", "--config", config, "--nproc-per-node=2") == 2
+    assert "Use recipe: lora_finetune_distributed" in capsys.readouterr().err
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    command = (*torchrun, "--nproc-per-node=2", "-m", "legato", "run")
+    _, output = Launched(config, command=command).fail()
+    assert "Use recipe: lora_finetune_distributed" in output
     assert not steps_in(tmp_path / "out")
-
-
-def torchrun() -> tuple[str, ...]:
-    return (
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node=2", "-m", "legato", "run"),
-    )
 
 
 def test_ranks_with_different_configs_are_refused_by_key(
@@ -288,14 +271,6 @@ def test_a_script_is_not_launched(tmp_path: Path, capsys: pytest.CaptureFixture[
     script.write_text("")
     assert legato("run", script, "--nproc-per-node", 2) == 2
     assert f"torchrun {script}" in capsys.readouterr().err
-
-
-def test_torchruns_variables_launch_too(tmp_path: Path, tiny_model_dir: Path) -> None:
-    config = config_in(tmp_path, tiny_model_dir, max_steps=1)
-    run = Launched(
-        config, num_processes=0, environment={"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2"}
-    )
-    assert "2 x cpu" in run.succeed()
 
 
 def test_the_launcher_leaves_nothing_in_the_folder_for_temporary_files(whole: Launched) -> None:

@@ -102,7 +102,7 @@ def test_every_option_in_the_guide_to_several_processes_is_one_of_the_command() 
     text = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
     # The batch system's own are lines of a script that it reads.
     text = "\n".join(line for line in text.splitlines() if not line.startswith("#SBATCH"))
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)) - {"--config"}
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)) - {"--config", "--debug"}
     assert {"--nproc-per-node", "--max-restarts", "--shutdown-timeout"} <= named
     assert [name for name in named if not split_options([f"{name}=1"])[0]] == []
 
