@@ -136,16 +136,20 @@ def take_step(
     parameters = loaded.parameters
     before = whole(parameters)
     gradients: Arrays = {}
-    updates = loaded.in_backward if isinstance(loaded, TrainableModel) else None
-    if in_backward:
-        updates = InBackward(optimizer, parameters=parameters, masters=loaded.masters)
+    if isinstance(loaded, TrainableModel):
+        model = loaded
+    else:
+        updates = None
+        if in_backward:
+            updates = InBackward(optimizer, parameters=parameters, masters=loaded.masters)
+        model = loaded.trainable(in_backward=updates)
 
     def look() -> None:
         gradients.update(whole({n: p.grad for n, p in parameters.items() if p.grad is not None}))
 
     result = train_step(
         loader.micro_batches(step),
-        model=loaded.trainable(in_backward=updates),
+        model=model,
         optimizer=optimizer,
         world=world,
         lr=lr,

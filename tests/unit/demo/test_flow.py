@@ -31,6 +31,7 @@ def test_the_demo_runs_goes_on_and_is_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = tmp_path / "demo"
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     assert demo(folder, tiny_model_dir, "--steps", "2") == 0
     told = capsys.readouterr().out
