@@ -23,8 +23,8 @@ demo: $(INSTALLED)
 	$(BIN)/legato demo
 
 test: $(INSTALLED) $(TEST_MODEL)/config.json
-	$(PYTEST) tests/distributed tests/crash tests/integrations tests/recipes tests/unit -m "not alone" -n 2
-	$(PYTEST) tests/distributed tests/gpu -m "alone or gpu"
+	$(PYTEST) tests/unit tests/crash tests/integrations tests/recipes -n 2
+	$(PYTEST) tests/distributed tests/gpu
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ repeats the same lives; moments of a kill depend on the machine.
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import random
 import time
@@ -26,7 +27,6 @@ from legato.checkpoint import Checkpointer, KeepEvery, KeepLast, ModelPart, Opti
 from legato.checkpoint.lifecycle import RunFolder
 from legato.cli.main import main
 from legato.storage import LocalStorage
-from tests.helpers import spawn
 
 NUM_SAVES = int(os.environ.get("LEGATO_SOAK_SAVES", "30"))
 SEED = int(os.environ.get("LEGATO_SOAK_SEED", str(time.time_ns() % 1_000_000)))
@@ -169,7 +169,9 @@ def acknowledged(folder: Path) -> list[int]:
 
 
 def start(folder: Path, life: int, world_size: int, last_step: int | None) -> list[BaseProcess]:
-    context = spawn.context()
+    # Forked from a server that has imported torch: a start takes a fraction of a second.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     ranks = [
         context.Process(target=train, args=(rank, world_size, folder, life, last_step), daemon=True)
         for rank in range(world_size)

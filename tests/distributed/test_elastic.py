@@ -20,12 +20,7 @@ from tests.helpers.runs import (
     write_config,
 )
 
-pytestmark = [
-    pytest.mark.alone,
-    pytest.mark.distributed,
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900)]
 
 RECIPES = ("full_finetune_distributed", "lora_finetune_distributed")
 

@@ -17,12 +17,7 @@ from legato.report.metrics import read_events
 from tests.helpers.launches import Launched, free_port
 from tests.helpers.runs import legato, losses, steps_in, write_config
 
-pytestmark = [
-    pytest.mark.alone,
-    pytest.mark.distributed,
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def config_in(folder: Path, model: Path, **changes: object) -> Path:

@@ -13,12 +13,7 @@ import pytest
 from tests.helpers.launches import Launched
 from tests.helpers.runs import losses, steps_in, write_config
 
-pytestmark = [
-    pytest.mark.alone,
-    pytest.mark.distributed,
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture

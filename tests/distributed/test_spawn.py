@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 
 import pytest
@@ -52,19 +51,7 @@ def test_a_rank_that_may_die_may_be_killed() -> None:
     assert run(second_rank_is_killed, 2, may_die={1}) == ["survived", None]
 
 
-def environment_of_rank(rank: int) -> tuple[bool, str | None, str]:
-    has_server = "tests.helpers.preloaded" in sys.modules
-    return has_server, os.environ.get("LEGATO_TEST_OF_SPAWN"), os.environ["OMP_NUM_THREADS"]
-
-
-def test_a_rank_has_its_imports_from_the_server_and_this_tests_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert run(environment_of_rank, 1) == [(True, None, "1")]
-    monkeypatch.setenv("LEGATO_TEST_OF_SPAWN", "set")
-    assert run(environment_of_rank, 1) == [(True, "set", "1")]
-
-
+@pytest.mark.slow
 def test_a_hang_ends_at_the_time_limit_and_says_where() -> None:
-    with pytest.raises(AssertionError, match=r"line \d+ in sleeps_for_ever"):
-        run(sleeps_for_ever, 2, timeout_seconds=6)
+    with pytest.raises(AssertionError, match="sleeps_for_ever"):
+        run(sleeps_for_ever, 2, timeout_seconds=15)

@@ -15,12 +15,7 @@ from tests.helpers import tiny
 from tests.helpers.launches import Launched
 from tests.helpers.runs import legato, losses, steps_in, write_config
 
-pytestmark = [
-    pytest.mark.alone,
-    pytest.mark.distributed,
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ADDRESSES = ("10.177.0.1", "10.177.0.2")
 

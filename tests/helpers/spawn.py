@@ -10,9 +10,8 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,6 @@ import torch.distributed as dist
 
 # How long the others may go on when one rank has failed: they may wait for it in a collective.
 _GRACE_SECONDS = 10.0
-
-
-def context() -> ForkServerContext:
-    """Starts processes in milliseconds, each forked from a server that has imported torch.
-
-    The server has started no thread, and has nothing of the process that runs the tests.
-    """
-    found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(["tests.helpers.preloaded"])
-    return found
 
 
 def run(
@@ -46,22 +35,21 @@ def run(
     A rank in ``may_die`` may be killed: its result is ``None``. Any other end than a return fails
     with the traceback of every rank, and with where each one hung.
     """
-    server = context()
+    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], []
-        # A child's is that of the server's start until it is told another.
-        environment = dict(os.environ) | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        for rank in range(world_size):
-            receiver, sender = server.Pipe(duplex=False)
-            process = server.Process(
-                target=_worker,
-                args=(fn, rank, world_size, folder, args, sender, timeout_seconds, environment),
-                daemon=True,
-            )
-            process.start()
-            sender.close()
-            processes.append(process)
-            pipes.append(receiver)
+        with _child_environment():
+            for rank in range(world_size):
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_worker,
+                    args=(fn, rank, world_size, folder, args, sender, timeout_seconds),
+                    daemon=True,
+                )
+                process.start()
+                sender.close()
+                processes.append(process)
+                pipes.append(receiver)
         try:
             reports = _collect(pipes, timeout_seconds, may_die)
         finally:
@@ -105,6 +93,22 @@ def _ending(report: tuple[str, Any] | None, exitcode: int | None) -> str:
     return f"{report[0]}\n{report[1]}"
 
 
+@contextlib.contextmanager
+def _child_environment() -> Iterator[None]:
+    """Children import torch before any code of ours runs, so its threads are set from here."""
+    values = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 def _worker(
     fn: Callable[..., Any],
     rank: int,
@@ -113,10 +117,7 @@ def _worker(
     args: tuple[Any, ...],
     pipe: Connection,
     timeout_seconds: float,
-    environment: dict[str, str],
 ) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     with (Path(folder) / f"hang-{rank}").open("w") as hang_file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from legato.data import ChatFormatter, DatasetSpec, TokenizedData, build_data
 from legato.data.cache import build_cached, cache_folder, load_rows, store_rows
-from tests.helpers import spawn, tiny
+from tests.helpers import tiny
 
 OPTIONS = {"max_seq_len": 500}
 
@@ -147,7 +148,7 @@ def _build_at_once(rows: Path, folder: Path, barrier: Any, results: Any) -> None
 
 
 def test_processes_that_build_at_once_get_the_same_rows(tmp_path: Path, rows: Path) -> None:
-    context = spawn.context()
+    context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(2), context.Queue()
     arguments = (rows, tmp_path / "cache", barrier, results)
     workers = [context.Process(target=_build_at_once, args=arguments) for _ in range(2)]
