@@ -52,6 +52,8 @@ TORCHTUNE_ADVICE: dict[str, str] = {
     "fused": "AdamW is fused wherever the device can",
     "packed": "Legato's key is `packing`",
     "train_on_input": "Legato's key is `train_on_inputs`",
+    "column_map": "Legato's key is `datasets`, where an entry has `columns`",
+    "data_files": "Legato's key is `datasets`, where an entry has `path`",
     "lora_attn_modules": "Legato's key is `lora_target_modules`",
     "apply_lora_to_mlp": "Legato's key is `lora_target_modules`",
     "apply_lora_to_output": "Legato's key is `lora_target_modules`",
@@ -147,6 +149,8 @@ COMPONENT_ADVICE: dict[str, str] = {
     "optimizer": "`optimizer: {name: adamw, lr: ...}`",
     "lr_scheduler": "`lr_scheduler: {name: cosine, num_warmup_steps: ...}`",
 }
+OWN_KEYS_INSIDE = ("model", "dataset", "dataset_val")
+"""Components whose keys are settings of the run, which the advice on the component can't hold."""
 
 
 def spelled(path: Path, spellings: dict[Path, str]) -> str:

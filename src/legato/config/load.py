@@ -23,6 +23,7 @@ from legato.config.aliases import (
     ALIASES,
     COMPONENT,
     COMPONENT_ADVICE,
+    OWN_KEYS_INSIDE,
     resolve_file,
     resolve_overrides,
     spelled,
@@ -189,10 +190,25 @@ def _take_components(data: dict[str, Any]) -> list[Problem]:
     for name in list(data):
         path = _component_below(data[name], (name,))
         if path is not None:
-            del data[name]
+            section = data.pop(name)
             advice = COMPONENT_ADVICE.get(name)
             say = f"write {advice}" if advice else ADVICE.get(name, "leave it out")
             problems.append(Problem(path, f"{NO_IMPORTS}; {say}"))
+            if name in OWN_KEYS_INSIDE:
+                problems += _own_keys_inside(section, (name,))
+    return problems
+
+
+def _own_keys_inside(section: Any, path: Path) -> list[Problem]:
+    """Settings of a component that are keys of ours at the top: nobody should lose them with it."""
+    if not isinstance(section, dict):
+        return []
+    problems = []
+    for key in section:
+        if key in RunConfig.model_fields:
+            problems.append(Problem((*path, key), f"Legato's key is `{key}`, at the top level"))
+        elif key in ADVICE:
+            problems.append(Problem((*path, key), ADVICE[key]))
     return problems
 
 
@@ -242,7 +258,10 @@ def _agree_on_recipe(values: DictConfig, typed: str, origins: Origins) -> list[s
     configured = values.setdefault("recipe", typed)
     if configured == typed:
         return []
-    say = f"the config says {configured}, the command line {typed}. Leave one of them out"
+    say = (
+        f"the config says {configured}, the command line {typed}. Leave one of them out, or give "
+        f"recipe={typed}, which takes the place of the config's"
+    )
     problem = Problem(("recipe",), say)
     return [origins.tell(problem)]
 

@@ -329,7 +329,9 @@ def test_a_mapping_that_should_be_one_says_what_it_looks_like(load) -> None:  # 
 def test_torchtunes_components_are_told_legatos_keys(load) -> None:  # type: ignore[no-untyped-def]
     text = """\
 model:
-  _component_: torchtune.models.llama2.llama2_7b
+  _component_: torchtune.models.llama2.lora_llama2_7b
+  lora_attn_modules: [q_proj]
+  lora_rank: 8
 tokenizer:
   _component_: torchtune.models.llama2.llama2_tokenizer
 dataset:
@@ -345,11 +347,14 @@ recipe: full_finetune_single_device
     no = "a config can't name Python code to import"
     assert problems(load, text, "model._component_=x") == [
         f"my.yaml:2: model._component_: {no}; write `model: <hub id or folder>`",
-        f"my.yaml:4: tokenizer._component_: {no}; the tokenizer comes with `model`; its "
+        "my.yaml:3: model.lora_attn_modules: Legato's key is `lora_target_modules`",
+        "my.yaml:4: model.lora_rank: Legato's key is `lora_rank`, at the top level",
+        f"my.yaml:6: tokenizer._component_: {no}; the tokenizer comes with `model`; its "
         "max_seq_len is the key max_seq_len",
-        f"my.yaml:6: dataset._component_: {no}; write `datasets: [{{path: ..., type: alpaca}}]`",
-        f"my.yaml:9: optimizer._component_: {no}; write `optimizer: {{name: adamw, lr: ...}}`",
-        f"my.yaml:12: loss._component_: {no}; Legato always uses the token-mean cross-entropy",
+        f"my.yaml:8: dataset._component_: {no}; write `datasets: [{{path: ..., type: alpaca}}]`",
+        "my.yaml:9: dataset.packed: Legato's key is `packing`",
+        f"my.yaml:11: optimizer._component_: {no}; write `optimizer: {{name: adamw, lr: ...}}`",
+        f"my.yaml:14: loss._component_: {no}; Legato always uses the token-mean cross-entropy",
         f"command line: model._component_=x: {no}",
     ]
 
@@ -380,7 +385,7 @@ def test_the_typed_recipe_fills_in_or_must_agree(load) -> None:  # type: ignore[
         load_config("my.yaml", recipe=lora)
     assert caught.value.problems == [
         f"my.yaml:1: recipe: the config says full_finetune_single_device, the command line {lora}. "
-        "Leave one of them out"
+        f"Leave one of them out, or give recipe={lora}, which takes the place of the config's"
     ]
     Path("my.yaml").write_text(FULL.replace("recipe: full_finetune_single_device\n", ""))
     assert load_config("my.yaml", recipe=lora).config.recipe == lora
