@@ -164,7 +164,6 @@ def test_launchers_of_two_hosts_restart_together_and_end_together(
     options = ("--nnodes=2", *place, "--max-restarts=1")
     runs = [Launched(config, *options, num_processes=1) for _ in range(2)]
     runs[0].wait_until(lambda: bool(steps_in(tmp_path / "out")), "a save")
-    # The agent that is killed a process counts a restart, and the other one doesn't.
     hosts = {rank: run for run in runs for rank in run.workers()}
     hosts[1].send(signal.SIGKILL, rank=1)
     hosts[0].wait_until(
@@ -185,7 +184,10 @@ def test_launchers_of_two_hosts_restart_together_and_end_together(
         re.findall("attempt ([0-9]+)", (tmp_path / "out" / "logs" / f"rank_{r}.log").read_text())
         for r in range(2)
     ]
-    assert attempts == [["0", "0"], ["0", "1"]]
+    # The agent that is killed a process counts a restart. The other one does only if its own
+    # process ends by itself, having lost the other, before the agents' next meeting ends it.
+    assert attempts[0] in (["0", "0"], ["0", "1"])
+    assert attempts[1] == ["0", "1"]
 
 
 @pytest.mark.crash
