@@ -61,3 +61,5 @@ def test_a_run_says_what_it_will_do_and_marks_what_is_trained_in_one_row(
             f"<|im_start|>user\n{row['prompt']}<|im_end|>\n"
             f"<|im_start|>assistant\n[[{row['completion']}<|im_end|>]]\n"
         )
+        done = f"done: step {stop} is in {out}/latest. Try it: legato chat {out}/latest"
+        assert said.splitlines()[-1] == done

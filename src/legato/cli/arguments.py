@@ -127,8 +127,11 @@ def read_config(config: str, words: Sequence[str]) -> LoadedConfig:
 
     Raises:
         UsageError: An unknown recipe, or words that fit nowhere.
-        ConfigError: Everything that is wrong in the config.
+        ConfigError: Everything that is wrong in the config, paths that lead nowhere included. Of
+            a config that is right in itself nobody has looked at the paths: see
+            `legato.cli.validate.local_problems`.
     """
+    from legato.cli.validate import local_problems
     from legato.config.aliases import RECIPE_ADVICE
     from legato.config.load import load_config
     from legato.config.schema import RECIPES
@@ -142,4 +145,4 @@ def read_config(config: str, words: Sequence[str]) -> LoadedConfig:
         near = difflib.get_close_matches(recipe, RECIPES, n=1, cutoff=0.5)
         hint = f" Did you mean {near[0]}?" if near else f" There are: {', '.join(RECIPES)}"
         raise UsageError(f"{recipe}: no such recipe.{hint}")
-    return load_config(config, overrides, recipe=recipe)
+    return load_config(config, overrides, recipe=recipe, look=local_problems)

@@ -50,7 +50,7 @@ def show(
 
     config, words = take_config(config, words or [], verb="data show")
     loaded = read_config(config, words)
-    if problems := [loaded.origins.tell(problem) for problem in local_problems(loaded)]:
+    if problems := [loaded.origins.tell(problem) for problem in local_problems(loaded.config)]:
         raise ConfigError(problems)
 
     from legato.recipes.data import first_samples, read_samples

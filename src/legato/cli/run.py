@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import runpy
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +17,7 @@ from legato.parallel.handlers import saves_held
 
 if TYPE_CHECKING:
     from legato.config.load import LoadedConfig
+    from legato.recipes import RunResult
 
 
 def run(
@@ -83,7 +85,7 @@ def _run_recipe(
     from legato.parallel.placement import find_placement
 
     loaded = read_config(config, words)
-    problems = [loaded.origins.tell(problem) for problem in local_problems(loaded)]
+    problems = [loaded.origins.tell(problem) for problem in local_problems(loaded.config)]
     show_log()
     placement = find_placement(os.environ)
     if placement is None and is_asked_for(options, os.environ):
@@ -109,8 +111,9 @@ def _train(
     loaded: LoadedConfig, problems: list[str], *, start_over: bool, accept_changes: bool
 ) -> None:
     from legato import recipes
+    from legato.parallel.placement import find_placement
 
-    recipes.run(
+    result = recipes.run(
         loaded.config,
         config_name=loaded.name,
         config_yaml=loaded.yaml,
@@ -118,6 +121,18 @@ def _train(
         accept_changes=accept_changes,
         local_problems=problems,
     )
+    placement = find_placement(os.environ)
+    if result.saves and (placement is None or placement.rank == 0):
+        typer.echo(_next_step(result), err=True)
+
+
+def _next_step(result: RunResult) -> str:
+    """Where the last checkpoint is, and what may be done with it."""
+    last = result.saves[-1]
+    latest = result.output_dir / "latest"
+    # Not every file system has links.
+    path = str(latest) if latest.exists() else last.path or ""
+    return f"done: step {last.step} is in {path}. Try it: legato chat {shlex.quote(path)}"
 
 
 def _launch(

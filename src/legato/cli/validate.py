@@ -20,7 +20,6 @@ CHECKED = (
 CHECKED_ALL = "checked: all that a run does before its first step, resuming included"
 
 if TYPE_CHECKING:
-    from legato.config.load import LoadedConfig
     from legato.config.rules import Problem
     from legato.config.schema import RunConfig
 
@@ -47,7 +46,7 @@ def validate(
 
     config, words = take_config(config, words or [], verb="validate")
     loaded = read_config(config, words)
-    problems = [loaded.origins.tell(problem) for problem in local_problems(loaded)]
+    problems = [loaded.origins.tell(problem) for problem in local_problems(loaded.config)]
     if problems:
         raise ConfigError(problems)
     if full:
@@ -79,19 +78,18 @@ def taken_for_hub_names(config: RunConfig) -> Iterator[str]:
             )
 
 
-def local_problems(loaded: LoadedConfig) -> Iterator[Problem]:
+def local_problems(config: RunConfig) -> Iterator[Problem]:
     """What this machine's files say against a config that is right in itself."""
-    yield from _model_problems(loaded)
-    yield from _data_problems(loaded)
-    yield from _path_problems(loaded)
+    yield from _model_problems(config)
+    yield from _data_problems(config)
+    yield from _path_problems(config)
 
 
-def _model_problems(loaded: LoadedConfig) -> Iterator[Problem]:
+def _model_problems(config: RunConfig) -> Iterator[Problem]:
     from legato.config.rules import Problem
     from legato.errors import ModelError
     from legato.models.facts import model_facts
 
-    config = loaded.config
     if not _is_on_this_machine(config.model):
         return
     try:
@@ -118,11 +116,11 @@ def _is_on_this_machine(model: str) -> bool:
     return (cache / f"models--{model.replace('/', '--')}").is_dir()
 
 
-def _data_problems(loaded: LoadedConfig) -> Iterator[Problem]:
+def _data_problems(config: RunConfig) -> Iterator[Problem]:
     from legato.config.rules import Problem
 
     for key in ("datasets", "eval_datasets"):
-        for index, dataset in enumerate(getattr(loaded.config, key)):
+        for index, dataset in enumerate(getattr(config, key)):
             place = os.path.expanduser(dataset.path)
             if os.path.exists(place):
                 continue
@@ -142,10 +140,9 @@ def _looked_for(place: str) -> str:
     return f"; looked for {os.path.abspath(place)}, as relative paths start at the current folder"
 
 
-def _path_problems(loaded: LoadedConfig) -> Iterator[Problem]:
+def _path_problems(config: RunConfig) -> Iterator[Problem]:
     from legato.config.rules import Problem
 
-    config = loaded.config
     template = Path(config.chat_template).expanduser()
     names = ("auto", *PACKAGED_TEMPLATES)
     if config.chat_template not in names and not template.is_file():

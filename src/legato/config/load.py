@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,15 @@ from legato.errors import ConfigError, first_line
 
 COMMAND_LINE = "command line"
 NO_IMPORTS = "a config can't name Python code to import"
+
+# For the keys that a config can't do without, so that the others can be checked by themselves.
+_STAND_INS: dict[str, Any] = {
+    "recipe": "full_finetune_single_device",
+    "model": "stand-in",
+    "output_dir": "stand-in",
+    "datasets": [{"path": "stand-in"}],
+    "optimizer": {"lr": 1.0},
+}
 
 
 @dataclass
@@ -85,7 +94,11 @@ class LoadedConfig:
 
 
 def load_config(
-    name_or_path: str, overrides: Sequence[str] = (), *, recipe: str | None = None
+    name_or_path: str,
+    overrides: Sequence[str] = (),
+    *,
+    recipe: str | None = None,
+    look: Callable[[RunConfig], Iterable[Problem]] | None = None,
 ) -> LoadedConfig:
     """Read a config and check it.
 
@@ -93,6 +106,8 @@ def load_config(
         name_or_path: A YAML file, or a hub config's name as ``legato ls`` shows it.
         overrides: ``key=value`` and ``~key`` arguments; later ones win.
         recipe: A recipe that was typed as well: the config's own must agree, or be absent.
+        look: What else is wrong with a config that is right in itself, such as paths that lead
+            nowhere. Asked here only when something is wrong: about the keys that aren't.
 
     Returns:
         The checked config.
@@ -116,6 +131,9 @@ def load_config(
     unresolved += malformed
     unreadable |= {str(problem.path[0]) for problem in unresolved}
     config, found = validate(resolved, skip=frozenset(unreadable))
+    if look is not None and (told or unresolved or found):
+        wrong = unreadable | {str(problem.path[0]) for problem in found if problem.path}
+        found += _look_at_rest(resolved, wrong, look)
     told += [origins.tell(problem) for problem in unresolved + found]
     if told or config is None:
         raise ConfigError(sorted(told, key=origins.line_of))
@@ -139,21 +157,29 @@ def validate(
     except ValidationError as error:
         problems = [p for p in problems_of(error) if not p.path or p.path[0] not in skip]
         wrong = {str(p.path[0]) for p in problems_of(error) if p.path} | skip
-    stand_ins: dict[str, Any] = {
-        "recipe": "full_finetune_single_device",
-        "model": "stand-in",
-        "output_dir": "stand-in",
-        "datasets": [{"path": "stand-in"}],
-        "optimizer": {"lr": 1.0},
-    }
     kept = {name: value for name, value in values.items() if name not in wrong}
-    missing = {name: value for name, value in stand_ins.items() if name not in kept}
+    missing = {name: value for name, value in _STAND_INS.items() if name not in kept}
     try:
         RunConfig.model_validate(missing | kept, context={"unreadable": frozenset(missing) | wrong})
     except ValidationError as error:
         told = {(p.path, p.message) for p in problems}
         problems += [p for p in problems_of(error) if (p.path, p.message) not in told]
     return None, problems
+
+
+def _look_at_rest(
+    values: dict[str, Any], wrong: set[str], look: Callable[[RunConfig], Iterable[Problem]]
+) -> list[Problem]:
+    """What ``look`` says of the keys that nothing else is wrong with."""
+    kept = {name: value for name, value in values.items() if name not in wrong}
+    missing = {name: value for name, value in _STAND_INS.items() if name not in kept}
+    try:
+        config = RunConfig.model_validate(
+            missing | kept, context={"unreadable": frozenset(missing) | wrong}
+        )
+    except ValidationError:  # a combination is wrong that can't be told apart by its keys
+        return []
+    return [problem for problem in look(config) if problem.path and problem.path[0] in kept]
 
 
 def dump_yaml(config: RunConfig) -> str:

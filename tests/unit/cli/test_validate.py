@@ -143,6 +143,18 @@ def test_everything_that_is_not_there_is_told_at_once(capsys: pytest.CaptureFixt
     ]
 
 
+def test_paths_that_lead_nowhere_are_told_beside_wrong_keys(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told = errors(["model=./nowhere", "datasets.0.path=b.jsonl", "epochs=x", "max_step=3"], capsys)
+    assert [line.split(":")[1].strip() for line in told.splitlines()[1:]] == [
+        "epochs",
+        "max_step",
+        "model",
+        "datasets.0.path",
+    ]
+
+
 def test_an_output_dir_without_the_right_to_write_is_told(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
