@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 from legato.checkpoint import Checkpointer, ModelPart
 from legato.data import Batch
-from legato.recipes import plan
+from legato.recipes import plan, training
+from legato.recipes.parts import RunParts
 from legato.report import byte_bar
 from legato.train.step import train_step
 from tests.helpers.runs import (
@@ -371,3 +372,29 @@ def test_an_explicit_path_resumes_from_that_step_and_much_of_it_under_a_bar(
     assert legato("run", "--config", config, *arguments) == 0
     assert re.search(r"restoring.*kB", capsys.readouterr().err)
     assert_same_tensors(other / "step_6", tmp_path / "out" / "step_6")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_deterministic_run_asks_torch_for_it_in_its_steps_and_takes_the_same_ones(
+    tmp_path: Path, tiny_model_dir: Path, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    build = training.build_parts
+
+    def watched(*words: Any, **options: Any) -> RunParts:
+        parts = build(*words, **options)
+        parts.model.head.register_forward_hook(
+            lambda *_: seen.append(torch.are_deterministic_algorithms_enabled())
+        )
+        return parts
+
+    monkeypatch.setattr(training, "build_parts", watched)
+    config = write_config(tmp_path, model=tiny_model_dir, recipe=recipe)
+    assert legato("run", "--config", config) == 0
+    assert set(seen) == {False}
+    seen.clear()
+    other = tmp_path / "other"
+    assert legato("run", "--config", config, "deterministic=true", f"output_dir={other}") == 0
+    assert set(seen) == {True}
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert losses(other) == losses(tmp_path / "out")

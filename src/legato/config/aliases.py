@@ -48,6 +48,7 @@ TORCHTUNE_ADVICE: dict[str, str] = {
     "log_level": "give --debug on the command line",
     "log_peak_memory_stats": "memory is always logged",
     "profiler": "Legato has no profiler key",
+    "cudnn_deterministic_mode": "Legato's key is `deterministic`",
     "log_dir": "Legato's key is `output_dir`",
     "fused": "AdamW is fused wherever the device can",
     "packed": "Legato's key is `packing`",

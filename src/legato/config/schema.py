@@ -95,6 +95,11 @@ class RunConfig(Section):
     seed: int = key(
         0, "Seed of data order, dropout and new weights.", on_resume="refuse", ge=0, le=2**63 - 1
     )
+    deterministic: Switch = key(
+        False,
+        "Only algorithms that repeat their bits: a resumed run is bit-equal on a GPU too, slower.",
+        on_resume="warn",
+    )
 
     # -- data
     datasets: list[DatasetConfig] = key(

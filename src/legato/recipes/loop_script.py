@@ -28,6 +28,7 @@ from legato.recipes.plan import (
     read_state,
 )
 from legato.recipes.training import open_checkpointer
+from legato.train.determinism import repeated_bits
 from legato.train.state import TrainState, process_facts
 from legato.train.step import train_step
 
@@ -51,9 +52,12 @@ def main(config_file: str, *overrides: str) -> None:
     loaded = load_config(config_file, overrides)
     refuse_left_out(loaded.config)
     config, world = loaded.config, World.single(loaded.config.device)
-    with open_checkpointer(
-        config, config_name=loaded.name, config_yaml=loaded.yaml, start_over=False, world=world
-    ) as checkpointer:
+    with (
+        repeated_bits(config.deterministic),
+        open_checkpointer(
+            config, config_name=loaded.name, config_yaml=loaded.yaml, start_over=False, world=world
+        ) as checkpointer,
+    ):
         state = TrainState(
             facts={"start_date": date.today().isoformat()}, process=process_facts(world.device)
         )

@@ -49,6 +49,7 @@ from legato.report.metrics import MetricsLog
 from legato.report.progress import Progress
 from legato.report.report import RunReport, SilentReport
 from legato.report.start import StartFacts
+from legato.train.determinism import repeated_bits
 from legato.train.state import TrainState
 from legato.train.trainer import Intervals, Reporter, Trainer
 
@@ -106,7 +107,10 @@ def run(
     """
     placement = find_placement(os.environ)
     check_processes(config, placement.world_size if placement is not None else 1)
-    with World.join(config.device, distributed=is_distributed(config)) as world:
+    with (
+        repeated_bits(config.deterministic),
+        World.join(config.device, distributed=is_distributed(config)) as world,
+    ):
         flags = {"--start-over": start_over, "--accept-changes": accept_changes}
         check_same_config(config, world=world, flags=flags)
         check_local_problems(local_problems, world=world)

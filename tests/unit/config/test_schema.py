@@ -27,7 +27,7 @@ ON_RESUME = {
     "contents": "model chat_template",
     "warn": """
         eval_datasets attention epochs max_steps max_steps_per_epoch optimizer lr_scheduler
-        clip_grad_norm
+        clip_grad_norm deterministic
     """,
     "free": """
         trust_remote_code device num_workers stop_after_step on_nonfinite save_every_n_train_steps
