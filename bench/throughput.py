@@ -66,7 +66,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--warm-up-steps", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--mean-tokens", type=int, default=160, help="mean length of a row")
-    parser.add_argument("--packed-tokens", type=int, default=1024, help="slots of a packed step")
+    parser.add_argument(
+        "--packed-tokens",
+        type=int,
+        default=1344,
+        help="slots of a packed step: about as many as a padded step of 8 rows has tokens",
+    )
     parser.add_argument("--trained-share", nargs="+", type=int, default=[65, 100], help="percent")
     parser.add_argument("--master-weights", choices=("fp32", "none"), default="fp32")
     parser.add_argument("--gradient-checkpointing", action="store_true")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+# Less is read in a second or two.
+_LARGE_BYTES = 1_000_000_000
 
 
 def load_model(
@@ -76,7 +80,7 @@ def load_model(
     silence_known_noise()
     folder = find_model(str(name_or_path))
     config = _load_config(folder, trust_remote_code=trust_remote_code)
-    weight_files(folder.path)
+    _say_if_large(weight_files(folder.path), path=folder.path)
     _check_file_keys(config, path=folder.path, trust_remote_code=trust_remote_code)
     with without_weight_bars():
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -126,7 +130,7 @@ def load_meta_model(
     silence_known_noise()
     folder = find_model(str(name_or_path))
     config = _load_config(folder, trust_remote_code=trust_remote_code)
-    weight_files(folder.path)
+    _say_if_large(weight_files(folder.path), path=folder.path)
     _check_file_keys(config, path=folder.path, trust_remote_code=trust_remote_code)
     with parameters_on_meta():
         model = AutoModelForCausalLM.from_config(
@@ -286,6 +290,13 @@ def _check_file_keys(config: PreTrainedConfig, *, path: Path, trust_remote_code:
         family=config.model_type,
         example=example,
     )
+
+
+def _say_if_large(files: Sequence[Path], *, path: Path) -> None:
+    """Say what takes a while: transformers' own bar counts tensors, and is hidden."""
+    num_bytes = sum(file.stat().st_size for file in files)
+    if num_bytes >= _LARGE_BYTES:
+        logger.info("reading %.1f GB of weights from %s", num_bytes / 1e9, path)
 
 
 def _check_report(report: dict[str, Any], *, path: Path) -> None:

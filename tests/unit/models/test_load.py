@@ -19,7 +19,7 @@ from legato.errors import (
     ModelNotFoundError,
     UnsupportedModelError,
 )
-from legato.models import facts
+from legato.models import facts, load
 from legato.models.load import load_model, load_tokenizer
 from tests.helpers import families, tiny
 
@@ -52,6 +52,22 @@ def test_a_model_has_the_weights_that_transformers_loads(folder: Path, dtype: to
         assert name == other
         assert ours.dtype == dtype
         assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize("read", [load.load_model, load.load_meta_model])
+def test_what_takes_a_while_to_read_is_said(
+    folder: Path,
+    read: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caplog.set_level("INFO", logger="legato")
+    read(folder, dtype=torch.float32)
+    assert "reading" not in caplog.text
+    size = (folder / "model.safetensors").stat().st_size
+    monkeypatch.setattr(load, "_LARGE_BYTES", size)
+    read(folder, dtype=torch.float32)
+    assert f"reading {size / 1e9:.1f} GB of weights from {folder}" in caplog.text
 
 
 def test_a_tied_head_that_isnt_in_the_files_isnt_missing(folder: Path) -> None:
