@@ -13,7 +13,8 @@ import posixpath
 import queue
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +87,7 @@ def write_checkpoint(
     *,
     folder: RunFolder,
     peers: Peers,
+    work_off: Callable[[Iterator[None]], None],
     num_owners: int | None = None,
     lock: OutputDirLock | None = None,
 ) -> Committed:
@@ -94,7 +96,8 @@ def write_checkpoint(
     Args:
         job: What to write.
         folder: Where to.
-        peers: All ranks; their group is used by this thread only.
+        peers: All ranks; their group is used by one thread at a time.
+        work_off: Takes the steps of writing, as `BackgroundThread.work_off` does.
         num_owners: None: all ranks write into all files. Else each file has one owner, among the
             first so many ranks, which the others send their slices to.
         lock: On output_dir; held by rank 0 where there is one.
@@ -111,12 +114,13 @@ def write_checkpoint(
         lambda: _create_files(job, folder, in_place=num_owners is None, lock=lock),
         fallback=CheckpointWriteError,
     )
+    written: dict[str, list[Slice]] = {}
+    error: Exception | None = None
     try:
         if num_owners is None:
-            written = _write(job, folder, temporary, peers)
+            work_off(_write(job, folder, temporary, peers, written))
         else:
-            written = _relay(job, folder, temporary, peers, num_owners=num_owners)
-        error = None
+            work_off(_relay(job, folder, temporary, peers, written, num_owners=num_owners))
     except Exception as caught:
         written, error = {}, caught
     job.pending.times.written_seconds = job.pending.times.since_start()
@@ -175,14 +179,19 @@ def _create_files(
     return temporary
 
 
-def _write(job: SaveJob, folder: RunFolder, temporary: str, peers: Peers) -> dict[str, list[Slice]]:
-    """This rank's slices, at their final offsets, digested and durable."""
+def _write(
+    job: SaveJob,
+    folder: RunFolder,
+    temporary: str,
+    peers: Peers,
+    written: dict[str, list[Slice]],
+) -> Iterator[None]:
+    """This rank's slices, at their final offsets, digested and durable; a step is a tensor."""
     job.snapshot.wait()
     job.pending.times.staged_seconds = job.pending.times.since_start()
     names = [file.name for file in job.plan.files]
     # Each rank starts with another file: several writers on one file wait for each other.
     start = peers.rank % len(names) if names else 0
-    written: dict[str, list[Slice]] = {}
     for name in names[start:] + names[:start]:
         path = posixpath.join(temporary, name)
         written[name] = []
@@ -191,9 +200,9 @@ def _write(job: SaveJob, folder: RunFolder, temporary: str, peers: Peers) -> dic
             for runs in write.runs:
                 written[name].append(_write_runs(folder.storage, path, runs, value, write.dtype))
                 job.pending.times.written_bytes += runs.num_runs * runs.run_bytes
+            yield
         if written[name] or peers.is_main:
             folder.storage.sync_file(path)
-    return written
 
 
 def _write_runs(
@@ -219,19 +228,26 @@ def _write_runs(
 
 
 def _relay(
-    job: SaveJob, folder: RunFolder, temporary: str, peers: Peers, *, num_owners: int
-) -> dict[str, list[Slice]]:
-    """Collective: the same where each file has one writer."""
+    job: SaveJob,
+    folder: RunFolder,
+    temporary: str,
+    peers: Peers,
+    written: dict[str, list[Slice]],
+    *,
+    num_owners: int,
+) -> Iterator[None]:
+    """Collective: the same where each file has one writer; a step is a file."""
     paths = {file.name: posixpath.join(temporary, file.name) for file in job.plan.files}
     relay = Relay(
         job.plan, job.snapshot, storage=folder.storage, peers=peers, num_owners=num_owners
     )
     job.pending.times.staged_seconds = job.pending.times.since_start()
-    written = relay.run(paths)
+    for name, slices in relay.run(paths):
+        written[name] = slices
+        yield
     job.pending.times.written_bytes = sum(
         part.run_bytes * part.num_runs for parts in written.values() for part in parts
     )
-    return written
 
 
 def _gather_reports(
@@ -305,16 +321,18 @@ def _build_manifest(job: SaveJob, reports: list[Any], *, world_size: int) -> Man
 
 
 class BackgroundThread:
-    """One resident thread that does one thing after the other.
+    """One resident thread that does one thing after the other, and one that relieves it.
 
-    A daemon: a process that ends without `stop` (or its ``atexit`` hook) isn't held up, and a save
+    Daemons: a process that ends without `stop` (or its ``atexit`` hook) isn't held up, and a save
     cut short leaves nothing visible.
 
-    It steps back behind training's threads: what it takes from one of them holds up all, at the end
-    of a loop that they share. While training waits for it, it has the core that is free then.
+    The thread steps back behind training's: what it takes from one of them holds up all, at the
+    end of a loop that they share. On cores that are all busy a save so takes several times as
+    long, which mustn't be while somebody waits for it: before the next save, or before the end
+    that a signal asked for. No thread may raise its priority again, so another one takes over.
 
-    Torch computes with one thread in it. With more it would make OpenMP workers of its own, and
-    with more workers than cores GNU's OpenMP lets those of training sleep between two loops
+    Torch computes with one thread in each. With more they would make OpenMP workers of their own,
+    and with more workers than cores GNU's OpenMP lets those of training sleep between two loops
     instead of spinning: every later step of SmolLM2-135M on two cores took 0.3 s longer.
     """
 
@@ -322,11 +340,12 @@ class BackgroundThread:
         self._tasks: queue.SimpleQueue[tuple[Callable[[], Committed], PendingSave] | None] = (
             queue.SimpleQueue()
         )
-        self._is_ready = threading.Event()
+        self._awaited: queue.SimpleQueue[tuple[Iterator[None], Future[None]] | None] = (
+            queue.SimpleQueue()
+        )
         num_threads = torch.get_num_threads()
-        self._thread = threading.Thread(target=self._run, name="legato-checkpoint", daemon=True)
-        self._thread.start()
-        self._is_ready.wait()
+        self._thread = _start("legato-checkpoint", self._run, steps_back=True)
+        self._relief = _start("legato-checkpoint-awaited", self._relieve, steps_back=False)
         torch.set_num_threads(num_threads)  # what threads to come begin with
 
     def submit(self, task: Callable[[], Committed], *, pending: PendingSave) -> None:
@@ -339,16 +358,28 @@ class BackgroundThread:
         """
         self._tasks.put((task, pending))
 
+    def work_off(self, steps: Iterator[None], *, pending: PendingSave) -> None:
+        """Of a task: take ``steps`` here or, from when on somebody waits, where they go faster.
+
+        Args:
+            steps: The work. What it raises is raised.
+            pending: The task's.
+        """
+        while not pending.is_awaited:
+            if next(steps, self) is self:
+                return
+        relieved: Future[None] = Future()
+        self._awaited.put((steps, relieved))
+        relieved.result()
+
     def stop(self) -> None:
-        """End the thread once everything submitted is done."""
+        """End the threads once everything submitted is done."""
         self._tasks.put(None)
         self._thread.join()
+        self._awaited.put(None)
+        self._relief.join()
 
     def _run(self) -> None:
-        torch.get_num_threads()  # the first call sets what new threads begin with: not after 1
-        torch.set_num_threads(1)
-        _step_back()
-        self._is_ready.set()
         while (submitted := self._tasks.get()) is not None:
             task, pending = submitted
             try:
@@ -358,6 +389,35 @@ class BackgroundThread:
             pending.settle(outcome)
             # Whatever they hold (a snapshot, a committed step) mustn't live until the next task.
             del submitted, task, pending, outcome
+
+    def _relieve(self) -> None:
+        while (given := self._awaited.get()) is not None:
+            steps, relieved = given
+            try:
+                for _ in steps:
+                    pass
+                relieved.set_result(None)
+            except BaseException as error:
+                relieved.set_exception(error)
+            del given, steps, relieved  # as above
+
+
+def _start(name: str, work: Callable[[], None], *, steps_back: bool) -> threading.Thread:
+    """A daemon that does ``work``, once it has made itself at home."""
+    is_ready = threading.Event()
+
+    def run() -> None:
+        torch.get_num_threads()  # the first call sets what new threads begin with: not after 1
+        torch.set_num_threads(1)
+        if steps_back:
+            _step_back()
+        is_ready.set()
+        work()
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    is_ready.wait()
+    return thread
 
 
 def _step_back() -> None:

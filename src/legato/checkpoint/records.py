@@ -139,6 +139,7 @@ class PendingSave:
         self.reason = reason
         self.times = times or SaveTimes()
         self._changed = threading.Condition()
+        self._num_waiting = 0
         self._committed: Committed | None = None
         self._error: BaseException | None = None
 
@@ -146,6 +147,11 @@ class PendingSave:
     def done(self) -> bool:
         """Whether it is committed or has failed; a failed one may still be retried."""
         return self._committed is not None or self._error is not None
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody has nothing else to do until it is done."""
+        return self._num_waiting > 0
 
     @property
     def committed(self) -> Committed | None:
@@ -170,7 +176,11 @@ class PendingSave:
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Wait until it is committed or has failed; false when the time was up before."""
         with self._changed:
-            return self._changed.wait_for(lambda: self.done, timeout_seconds)
+            self._num_waiting += 1
+            try:
+                return self._changed.wait_for(lambda: self.done, timeout_seconds)
+            finally:
+                self._num_waiting -= 1
 
     def result(self, timeout_seconds: float | None = None) -> Committed:
         """Wait for the committed step.

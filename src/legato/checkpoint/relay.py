@@ -6,7 +6,7 @@ that share no disk. Names and bytes of the folder are the same as where all rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TypeVar
@@ -78,20 +78,24 @@ class Relay:
         self._failure: Exception | None = None
         self._held: tuple[Write, Tensor] | None = None
 
-    def run(self, paths: Mapping[str, str]) -> dict[str, list[Slice]]:
-        """Collective: write every file.
+    def run(self, paths: Mapping[str, str]) -> Iterator[tuple[str, list[Slice]]]:
+        """Collective: write every file, one after the other.
 
         Args:
             paths: File name -> absolute path.
 
-        Returns:
-            File name -> the slices that this rank contributed.
+        Yields:
+            tuple[str, list[Slice]]: Of each file its name, and the slices that this rank
+                contributed.
+
+        Raises:
+            Exception: Whatever failed first on this rank, once all files are through: the others
+                wait for what it sends.
         """
         self._try(self._snapshot.wait)
         rank = self._peers.rank
         mine = {name: _cut(self._plan.writes[name], rank) for name in paths}
         said = self._peers.gather({name: list(map(asdict, mine[name])) for name in paths})
-        slices: dict[str, list[Slice]] = {}
         for number, file in enumerate(self._plan.files):
             everyones = [Piece(**piece) for theirs in said for piece in theirs[file.name]]
             everyones.sort(key=lambda piece: piece.offset)
@@ -101,10 +105,9 @@ class Relay:
             else:
                 for piece in mine[file.name]:
                     self._peers.send(self._data(piece, file.name), to=owner)
-            slices[file.name] = self._try(partial(self._slices, file.name)) or []
+            yield file.name, self._try(partial(self._slices, file.name)) or []
         if self._failure is not None:
             raise self._failure
-        return slices
 
     def _write(self, file: PlannedFile, pieces: Sequence[Piece], *, path: str) -> None:
         """The owner's part: everything in ascending order, its own and what it is sent."""

@@ -306,6 +306,7 @@ class Saver:
             job,
             folder=self._folder,
             peers=self._background,
+            work_off=lambda steps: self._thread.work_off(steps, pending=job.pending),
             num_owners=self._num_owners,
             lock=self._lock,
         )
