@@ -15,6 +15,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from legato.data.bare import STRADDLING, BareTexts, finished_sample
 from legato.data.bounds import token_bounds, tokens_of
 from legato.data.examples import ROLES, Example, Message, with_call_ids
+from legato.data.json_text import dump_json
 from legato.data.samples import Indices, Sample, Tally
 from legato.data.spans import (
     EMPTY_THOUGHT,
@@ -28,7 +29,6 @@ from legato.data.spans import (
     unmarked_answers,
 )
 from legato.data.templates import opening_ids, resolve_template, stop_ids, told
-from legato.data.tools import as_json
 from legato.data.vocabulary import refuse_unknown
 from legato.errors import ConfigError, DataError
 
@@ -212,7 +212,7 @@ class ChatFormatter:
             for text in message.texts():
                 self._refuse_control_tokens(text, f"message {number}")
         for tool in example.tools:
-            self._refuse_control_tokens(as_json(tool), "tools")
+            self._refuse_control_tokens(dump_json(tool), "tools")
         trained = [i for i, message in enumerate(messages) if self._is_trained(message)]
         if self._turns_to_train == "last":
             trained = trained[-1:]

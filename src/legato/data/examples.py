@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from legato.data.tools import ToolCall, as_json, made_up_id
+from legato.data.json_text import dump_json
+from legato.data.tools import ToolCall, made_up_id
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -49,7 +50,7 @@ class Message:
         yield self.content
         yield self.reasoning or ""
         yield self.tool_call_id or ""
-        yield from (as_json(call.for_template()) for call in self.tool_calls)
+        yield from (dump_json(call.for_template()) for call in self.tool_calls)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,9 @@ from types import MappingProxyType
 from typing import Any
 
 from legato.data.examples import ROLES, Example, Message, Segment
+from legato.data.json_text import dump_json
 from legato.data.sources import Row
-from legato.data.tools import as_json, read_call_id, read_calls, read_tools
+from legato.data.tools import read_call_id, read_calls, read_tools
 from legato.errors import DataError
 
 
@@ -111,10 +112,16 @@ def detect_format(columns: Mapping[str, Any], *, where: str) -> tuple[str, dict[
     for name in ("prompt_completion", "alpaca", "segments", "text"):
         if all(column in columns for column in FORMATS[name].required):
             return name, {}
+    held = [column for column in ("messages", "conversations") if column in columns]
+    seen = (
+        f" ({held[0]} is {json.dumps(columns[held[0]], default=str):.60} in this row)"
+        if held
+        else ""
+    )
     needs = "; ".join(f"{name}: {', '.join(each.required)}" for name, each in FORMATS.items())
     raise DataError(
-        f"{where}: can't tell the format from the columns {_listed(columns)}. The formats need "
-        f"{needs}. "
+        f"{where}: can't tell the format from the columns {_listed(columns)}{seen}. The formats "
+        f"need {needs}. "
         "Set type, and map the columns, for example: "
         "type: prompt_completion, columns: {prompt: question, completion: answer}",
         path=where,
@@ -192,7 +199,7 @@ def convert_row(row: Row, name: str, mapping: Mapping[str, str]) -> Example:
     try:
         tools = read_tools(values.pop("tools", None))
         if "tools" not in shape.optional and read_tools(row.columns.get("tools")):
-            raise ValueError(f"tools: a {name} row can't call them; messages and sharegpt rows can")
+            raise ValueError(f"tools: rows of {name} can't call them; messages and sharegpt can")
         example = _as_example(row, shape.convert(values), tools)
     except ValueError as error:
         raise DataError(f"{row.where}: {error}", path=row.where) from None
@@ -210,7 +217,7 @@ def _as_example(
     messages = tuple(each for each in made if isinstance(each, Message))
     segments = tuple(each for each in made if isinstance(each, Segment))
     written = [text for message in messages for text in message.texts()]
-    for text in [*written, *map(as_json, tools), *(segment.text for segment in segments)]:
+    for text in [*written, *map(dump_json, tools), *(segment.text for segment in segments)]:
         _check_encodable(text)
     return Example(row.sample_id, row.where, messages=messages, segments=segments, tools=tools)
 
@@ -228,7 +235,13 @@ def _check_encodable(text: str) -> None:
 def _alpaca(values: Mapping[str, Any]) -> tuple[Message, ...]:
     parts = [_text(values["instruction"], "instruction"), _text(values.get("input") or "", "input")]
     messages = []
-    for number, pair in enumerate(values.get("history") or [], start=1):
+    history = values.get("history") or []
+    if not isinstance(history, list):
+        raise ValueError(
+            f"history is of type {type(history).__name__}; expected a list of pairs "
+            "[instruction, answer]"
+        )
+    for number, pair in enumerate(history, start=1):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise ValueError(f"history: entry {number} isn't a pair [instruction, answer]")
         messages.append(Message("user", _text(pair[0], "history")))
@@ -329,6 +342,9 @@ def _sharegpt(values: Mapping[str, Any]) -> tuple[Message, ...]:
         calls = {"tool_calls": "a turn from function_call holds the calls"}
         _refuse_others_keys(turn, OTHERS_KEYS | calls, f"conversations: turn {number}")
         sender = turn["from"]
+        if not isinstance(sender, str):
+            kind = type(sender).__name__
+            raise ValueError(f"conversations: turn {number}: from is of type {kind}; expected text")
         message = {key: turn[key] for key in (*WEIGHTS, *REASONING) if key in turn}
         if sender in CALL_ROLES:
             message |= {"role": "assistant", "tool_calls": turn.get("value")}
@@ -379,7 +395,10 @@ def _text(value: object, what: str, *, as_json: bool = False) -> str:
     if value is None:
         raise ValueError(f"{what} is null; expected text")
     if as_json:
-        return json.dumps(value, ensure_ascii=False, default=str)
+        try:
+            return dump_json(value)
+        except ValueError as error:
+            raise ValueError(f"{what} {error}") from None
     raise ValueError(f"{what} is of type {type(value).__name__}; expected text")
 
 

@@ -7,17 +7,18 @@ import gzip
 import io
 import json
 import re
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from legato.config.names import COMPRESSIONS, FILE_KINDS
+from legato.data.json_text import fault_of, parse_json
 from legato.data.rows import BadRow, Row, Skip
 from legato.errors import DataError
 
-# Far more than any format has, and far less than what reading, pickling or a template breaks at.
-MOST_LEVELS = 100
-_TOO_DEEP = f"holds lists and objects in more than {MOST_LEVELS} levels; expected a few"
+# What a file says that ends too early, or whose compressed bytes are damaged.
+_UNREADABLE = (OSError, EOFError, zlib.error)
 
 
 def kind_of(path: Path) -> str | None:
@@ -75,10 +76,23 @@ def _open(file: Path) -> IO[bytes]:
         ) from error
 
 
+# Byte order marks; that of UTF-32 begins with that of UTF-16.
+_MARKS = {
+    b"\xff\xfe\x00\x00": "UTF-32",
+    b"\x00\x00\xfe\xff": "UTF-32",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
+
+
 def _decode(data: bytes) -> str:
     """UTF-8 without a byte order mark; ``ValueError`` says what is there instead."""
-    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise ValueError("is UTF-16, not UTF-8. Save the file as UTF-8.")
+    for mark, encoding in _MARKS.items():
+        if data.startswith(mark):
+            raise ValueError(f"is {encoding}, not UTF-8. Save the file as UTF-8.")
+    # Of what such files hold, which is mostly ASCII, every other byte is 0, or three of four.
+    if data.count(0) * 3 > len(data):
+        raise ValueError("is UTF-16 or UTF-32, not UTF-8. Save the file as UTF-8.")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -100,15 +114,16 @@ def _read_json_lines(
                 continue
             sample_id, where = f"{name}:{number}", f"{file}:{number}"
             try:
-                value = json.loads(_decode(line.rstrip(b"\r\n")))
+                value = parse_json(_decode(line.rstrip(b"\r\n")))
             except json.JSONDecodeError as error:
-                yield BadRow(
-                    sample_id, where, f"isn't valid JSON: {error.msg} at column {error.colno}"
-                )
+                reason = f"isn't valid JSON: {error.msg} at column {error.colno}"
+                if b"\r" in line.rstrip(b"\r\n"):
+                    reason += (
+                        ". Its lines end in a carriage return alone: save them with line feeds"
+                    )
+                yield BadRow(sample_id, where, reason)
             except ValueError as error:
                 yield BadRow(sample_id, where, str(error))
-            except RecursionError:
-                yield BadRow(sample_id, where, _TOO_DEEP)
             else:
                 yield _as_row(value, sample_id, where)
 
@@ -116,32 +131,16 @@ def _read_json_lines(
 def _lines(stream: IO[bytes], file: Path) -> Iterator[bytes]:
     try:
         yield from stream
-    except (OSError, EOFError) as error:
+    except _UNREADABLE as error:
         raise DataError(f"{file}: can't be read to its end: {error}", path=str(file)) from error
 
 
 def _as_row(value: object, sample_id: str, where: str) -> Row | BadRow:
-    if isinstance(value, dict):
-        return (
-            BadRow(sample_id, where, _TOO_DEEP) if _is_deep(value) else Row(sample_id, where, value)
-        )
-    return BadRow(
-        sample_id, where, f"is of type {type(value).__name__}, not an object with columns"
-    )
-
-
-def _is_deep(value: object) -> bool:
-    level = [value]
-    for _ in range(MOST_LEVELS):
-        level = [
-            inner
-            for each in level
-            if isinstance(each, dict | list)
-            for inner in (each.values() if isinstance(each, dict) else each)
-        ]
-        if not level:
-            return False
-    return True
+    if not isinstance(value, dict):
+        kind = type(value).__name__
+        return BadRow(sample_id, where, f"is of type {kind}, not an object with columns")
+    fault = fault_of(value)
+    return Row(sample_id, where, value) if fault is None else BadRow(sample_id, where, fault)
 
 
 def _read_json(file: Path, name: str) -> Iterator[Row | BadRow]:
@@ -156,7 +155,7 @@ def _read_json(file: Path, name: str) -> Iterator[Row | BadRow]:
     if not text.strip():
         return
     try:
-        rows = json.loads(text)
+        rows = parse_json(text)
     except json.JSONDecodeError as error:
         if text.lstrip().startswith("{") and error.msg == "Extra data":
             yield from _read_json_lines(io.BytesIO(data), file, name, Skip(0, path=name))
@@ -166,8 +165,8 @@ def _read_json(file: Path, name: str) -> Iterator[Row | BadRow]:
             path=str(file),
             row=error.lineno,
         ) from None
-    except RecursionError:
-        raise DataError(f"{file}: {_TOO_DEEP}", path=str(file)) from None
+    except ValueError as error:
+        raise DataError(f"{file}: {error}", path=str(file)) from None
     if isinstance(rows, dict):
         lists = [key for key, value in rows.items() if isinstance(value, list)]
         if len(lists) != 1:
@@ -223,6 +222,7 @@ def _read_csv(file: Path, name: str) -> Iterator[Row | BadRow]:
                 yield BadRow(sample_id, f"{file}:{at}", problem)
             elif header is None:
                 header = fields
+                _refuse_doubles(header, where)
             elif len(fields) != len(header):
                 reason = f"has {len(fields)} fields; the first line names {len(header)}"
                 yield BadRow(sample_id, where, reason)
@@ -240,11 +240,19 @@ def _text_lines(stream: IO[bytes], file: Path, problems: dict[int, str]) -> Iter
     ) as text:
         try:
             for number, line in enumerate(text, start=1):
-                if not line.isascii() and _NO_UTF8.search(line):
-                    problems[number] = _undecodable(line.encode(errors="surrogateescape"))
+                if (not line.isascii() and _NO_UTF8.search(line)) or "\0" in line:
+                    problem = _undecodable(line.encode(errors="surrogateescape"))
+                    problems |= {number: problem} if problem else {}
                 yield line
-        except (OSError, EOFError) as error:
+        except _UNREADABLE as error:
             raise DataError(f"{file}: can't be read to its end: {error}", path=str(file)) from error
+
+
+def _refuse_doubles(names: Sequence[str], where: str) -> None:
+    """Of two columns with one name the first one would be lost."""
+    doubled = next((name for name in names if names.count(name) > 1), None)
+    if doubled is not None:
+        raise DataError(f"{where}: two columns are called {doubled!r}. Rename one.", path=where)
 
 
 def _undecodable(data: bytes) -> str:
@@ -268,13 +276,30 @@ def _read_arrow(file: Path, name: str, past: Skip) -> Iterator[Row | BadRow]:
                 past.take(batch.num_rows)
                 continue
             number = number or before - past.left  # not from 1 where batches were passed over
-            for value in batch.to_pylist():
+            _refuse_doubles(batch.schema.names, str(file))
+            for value in _values(batch):
                 number += 1
-                yield Row.of_table(f"{name}:{number}", f"{file}: row {number}", value)
+                sample_id, where = f"{name}:{number}", f"{file}: row {number}"
+                if isinstance(value, Exception):
+                    yield BadRow(sample_id, where, f"holds what can't be read: {value}")
+                else:
+                    yield Row.of_table(sample_id, where, value)
     except (pa.ArrowException, OSError) as error:
         raise DataError(
             f"{file}: can't be read as {kind_of(file)}: {error}", path=str(file)
         ) from error
+
+
+def _values(batch: Any) -> Iterator[dict[str, Any] | Exception]:
+    """Rows of a batch, by column; of one that Python has no values for, why."""
+    try:
+        yield from batch.to_pylist()
+    except (ValueError, OverflowError):  # text that isn't UTF-8, a date before the year 1
+        for number in range(batch.num_rows):
+            try:
+                yield batch.slice(number, 1).to_pylist()[0]
+            except (ValueError, OverflowError) as error:
+                yield error
 
 
 def _parquet_batches(file: Path, past: Skip) -> Iterator[Any]:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from legato.data.json_text import fault_of, parse_json
+
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
@@ -58,11 +60,6 @@ class ToolCall:
 
         arguments = {name: probed(value) for name, value in self.arguments.items()}
         return replace(self, name=words[0], arguments=arguments), words
-
-
-def as_json(value: Mapping[str, Any]) -> str:
-    """A schema or a call as text, every character as it stands, to look for some in it."""
-    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def with_name(tool: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -154,6 +151,11 @@ def made_up_id(number: int) -> str:
 
 def _parsed(text: str, what: str) -> Any:
     try:
-        return json.loads(text)
+        value = parse_json(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{what} isn't valid JSON: {error.msg} at column {error.colno}") from None
+    except ValueError as error:
+        raise ValueError(f"{what} {error}") from None
+    if (fault := fault_of(value)) is not None:
+        raise ValueError(f"{what} {fault}")
+    return value

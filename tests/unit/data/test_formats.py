@@ -190,7 +190,7 @@ def test_a_prompt_of_messages_is_not_trained_even_where_it_holds_answers() -> No
         (
             "alpaca",
             {"instruction": "a", "output": "b", "tools": [{"name": "f"}]},
-            "tools: a alpaca row can't call them; messages and sharegpt rows can",
+            "tools: rows of alpaca can't call them; messages and sharegpt can",
         ),
         (
             "messages",
@@ -272,6 +272,37 @@ def test_a_prompt_of_messages_is_not_trained_even_where_it_holds_answers() -> No
             {"conversations": [{"from": "gpt", "value": "a", "tool_calls": [{"name": "f"}]}]},
             "turn 1: tool_calls isn't read; a turn from function_call holds the calls",
         ),
+        ("alpaca", {"instruction": "a", "output": "b", "history": 5}, "history is of type int"),
+        (
+            "sharegpt",
+            {"conversations": [{"from": ["human"], "value": "a"}]},
+            "conversations: turn 1: from is of type list; expected text",
+        ),
+        (
+            "sharegpt",
+            {"conversations": [{"from": "function_call", "value": "[" * 5000 + "]" * 5000}]},
+            "message 1: tool call holds lists and objects in more than 100 levels",
+        ),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": "a"}], "tools": "[" * 200 + "]" * 200},
+            "tools holds lists and objects in more than 100 levels",
+        ),
+        (
+            "messages",
+            {"messages": [], "tools": '[{"name": "f", "name": "g"}]'},
+            "tools has 'name' twice in one object; give it once",
+        ),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": "a"}], "tools": '[{"name": "f", "x": NaN}]'},
+            "holds NaN or an infinite number, which JSON doesn't have",
+        ),
+        (
+            "prompt_completion",
+            {"prompt": "a", "completion": {"sum": float("inf")}},
+            "completion holds NaN or an infinite number, which JSON doesn't have",
+        ),
         ("text", {"text": "ab\ud83d"}, "half of a surrogate pair ('\\ud83d') at position 3"),
     ],
 )
@@ -294,6 +325,14 @@ def test_a_format_that_cannot_be_told_lists_the_columns_and_the_formats() -> Non
         "the columns, for example: "
         "type: prompt_completion, columns: {prompt: question, completion: answer}"
     )
+
+
+@pytest.mark.parametrize("found", [None, [], "[]"])
+def test_a_conversation_that_tells_no_format_is_shown(found: object) -> None:
+    with pytest.raises(DataError) as caught:
+        detect_format({"messages": found, "id": 1}, where="a.parquet: row 1")
+    shown = f"from the columns 'messages', 'id' (messages is {json.dumps(found)} in this row). The"
+    assert shown in str(caught.value)
 
 
 @pytest.mark.parametrize("others", [["prompt"], ["messages"], []])

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import ipc, parquet
 
+from legato.data import json_text
 from legato.data.hub import ShardStart, ShardStarts
 from legato.data.sources import BadRow, Row, read_rows
 from legato.errors import DataError
@@ -192,6 +193,102 @@ def test_a_row_of_very_many_levels_is_named_and_the_next_one_is_read(tmp_path: P
     told = "holds lists and objects in more than 100 levels; expected a few"
     assert bad(path) == [(f"{path}:3", told), (f"{path}:4", told)]
     assert ids(path) == [f"a.jsonl:{line}" for line in (1, 2, 3, 4, 5)]
+
+
+def test_lines_that_python_would_read_as_something_else_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    doubled = b'{"text": "a", "more": [{"x": 1, "y": 2, "x": 3}]}'
+    path.write_bytes(doubled + b'\n{"text": ' + b"9" * 5000 + b'}\n{"text": "c", "score": NaN}\n')
+    assert bad(path) == [
+        (f"{path}:1", "has 'x' twice in one object; give it once"),
+        (f"{path}:2", "holds a number of more than 4300 digits"),
+    ]
+    rows = json.dumps([{"text": "a"}]).encode()[:-1] + b", " + doubled + b"]"
+    listed = tmp_path / "a.json"
+    listed.write_bytes(rows)
+    assert bad(listed) == [(f"{listed}: row 2", "has 'x' twice in one object; give it once")]
+
+
+def test_lines_that_end_in_carriage_returns_alone_are_called_so(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", end="\r")
+    [(where, reason)] = bad(path)
+    assert where == f"{path}:1"
+    assert reason.startswith("isn't valid JSON: Extra data at column ")
+    assert reason.endswith("end in a carriage return alone: save them with line feeds")
+
+
+@pytest.mark.parametrize(
+    ("encoding", "name"),
+    [
+        ("utf-16", "UTF-16"),
+        ("utf-32", "UTF-32"),
+        ("utf-16-le", "UTF-16 or UTF-32"),
+        ("utf-16-be", "UTF-16 or UTF-32"),
+        ("utf-32-le", "UTF-16 or UTF-32"),
+    ],
+)
+@pytest.mark.parametrize("kind", [".jsonl", ".json", ".csv"])
+def test_another_encoding_is_named(tmp_path: Path, encoding: str, name: str, kind: str) -> None:
+    path = tmp_path / f"a{kind}"
+    text = "text,more\na,b\n" if kind == ".csv" else '{"text": "a"}\n{"text": "b"}\n'
+    path.write_bytes(text.encode(encoding))
+    told = f"is {name}, not UTF-8. Save the file as UTF-8."
+    if kind == ".jsonl":
+        assert bad(path)[0] == (f"{path}:1", told)
+    else:
+        with pytest.raises(DataError) as caught:
+            list(read_rows(str(path)))
+        assert str(caught.value) == f"{path}:1: {told}"
+
+
+def test_table_rows_that_python_has_no_values_for_are_named_and_the_next_one_is_read(
+    tmp_path: Path,
+) -> None:
+    no_text = pa.array([b"a", b"\xe9", b"c", b"d"]).view(pa.string())
+    dates = pa.array([0, 0, 2**40, 0], pa.timestamp("s"))
+    table = pa.table({"text": no_text, "at": dates})
+    with ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
+        writer.write_table(table)
+    parquet.write_table(table, tmp_path / "a.parquet")
+    for path in (tmp_path / "a.arrow", tmp_path / "a.parquet"):
+        found = bad(path)
+        assert [where for where, _ in found] == [f"{path}: row 2", f"{path}: row 3"]
+        assert all(reason.startswith("holds what can't be read: ") for _, reason in found)
+        assert ids(path) == [f"{path.name}:{number}" for number in (1, 2, 3, 4)]
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,more,text\n1,2,3\n")
+    schema = pa.schema([("text", pa.string()), ("text", pa.string())])
+    table = pa.table([pa.array(["a"]), pa.array(["b"])], schema=schema)
+    with ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
+        writer.write_table(table)
+    parquet.write_table(table, tmp_path / "a.parquet")
+    for name, where in (("a.csv", "a.csv:1"), ("a.arrow", "a.arrow"), ("a.parquet", "a.parquet")):
+        with pytest.raises(DataError) as caught:
+            list(read_rows(str(tmp_path / name)))
+        told = f"{tmp_path / where}: two columns are called 'text'. Rename one."
+        assert str(caught.value) == told
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".csv"])
+@pytest.mark.parametrize(("suffix", "compression"), [(".gz", "gzip"), (".zst", "zstd")])
+def test_damaged_compressed_bytes_are_one_error(
+    tmp_path: Path, kind: str, suffix: str, compression: str
+) -> None:
+    path = tmp_path / f"a{kind}{suffix}"
+    text = "".join(f'{{"text": "{number * 7919}"}}\n' for number in range(20_000)).encode()
+    with pa.output_stream(str(path), compression=compression) as stream:
+        stream.write(b"text\n" + text.replace(b'"', b"") if kind == ".csv" else text)
+    sound = path.read_bytes()
+    middle = len(sound) // 2
+    # Whoever wrote zstd without a checksum, as here, can't be told of other letters.
+    begun = [sound[:10] + b"\xff" * 4 + sound[14:]] if suffix == ".gz" else []
+    for damaged in (sound[:middle], sound[:-1], b"\0" + sound[1:], *begun):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError) as caught:
+            list(read_rows(str(path)))
+        assert str(caught.value).startswith(f"{path}: can't be read to its end: ")
 
 
 def test_a_csv_row_that_cannot_be_used_is_named_and_the_next_one_is_read(tmp_path: Path) -> None:
@@ -404,7 +501,9 @@ def test_reading_from_a_row_on_parses_nothing_before_it(
     long_sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parsed: list[str] = []
-    loads = json.loads
-    monkeypatch.setattr("legato.data.readers.json.loads", lambda s: parsed.append(s) or loads(s))
+    parse = json_text.parse_json
+    monkeypatch.setattr(
+        "legato.data.readers.parse_json", lambda text: parsed.append(text) or parse(text)
+    )
     assert len(list(read_rows(str(long_sources / "a.jsonl"), skip=23))) == 2
     assert parsed == ['{"text": "24"}', '{"text": "25"}']
