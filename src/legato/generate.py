@@ -94,7 +94,7 @@ def generate_batch(
     batch_size: int = 8,
     temperature: float = 0.0,
     seed: int = 0,
-    on_answers: Callable[[int], None] | None = None,
+    on_answers: Callable[[Mapping[int, Answer]], None] | None = None,
 ) -> list[Answer]:
     """Answer each prompt.
 
@@ -110,7 +110,7 @@ def generate_batch(
         batch_size: Prompts at a time.
         temperature: 0 takes the most probable token; above, samples.
         seed: Seed of the samples.
-        on_answers: Called after each batch with the number of its answers.
+        on_answers: Called after each batch with its answers, by the number of their prompt from 0.
 
     Returns:
         The answers in the order of the prompts.
@@ -128,10 +128,11 @@ def generate_batch(
     with _generating(model, seed=seed):
         for start in range(0, len(order), batch_size):
             chosen = order[start : start + batch_size]
-            made = _answer(model, tokenizer, [rows[i] for i in chosen], options)
-            answers.update(zip(chosen, made, strict=True))
+            texts = _answer(model, tokenizer, [rows[i] for i in chosen], options)
+            made = dict(zip(chosen, texts, strict=True))
+            answers |= made
             if on_answers is not None:
-                on_answers(len(made))
+                on_answers(made)
     return [answers[i] for i in range(len(rows))]
 
 

@@ -10,10 +10,12 @@ import errno
 import math
 import os
 import posixpath
+import resource
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -265,3 +267,14 @@ class LossyStorage(MemoryStorage):
                 self._drop(node, names_survive)
             elif isinstance(node, File):
                 node.data = bytearray(self._durable_bytes.get(id(node), (node, b""))[1])
+
+
+@contextmanager
+def no_file_larger_than(num_bytes: int) -> Iterator[None]:
+    """Let writing beyond so many bytes of any file fail, as on a full disk: "File too large"."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

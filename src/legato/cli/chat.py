@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -22,6 +24,7 @@ from legato.cli.answering import (
     TrustRemoteCode,
     load_to_answer,
 )
+from legato.cli.errors import naming, told
 from legato.errors import LegatoError, UsageError
 
 HELP = "/save FILE keeps the conversation, /clear forgets it, /exit ends. Ctrl-C stops an answer."
@@ -128,7 +131,7 @@ class Conversation:
             except LegatoError as error:  # told, and the conversation goes on
                 typer.echo(f"error: {error.message}", err=True)
             except OSError as error:
-                typer.echo(f"error: {error.filename}: {error.strerror}", err=True)
+                typer.echo(f"error: {told(error)}", err=True)
 
     def ask(self, question: str) -> None:
         """Answer a question; it and its answer join the turns.
@@ -155,11 +158,18 @@ class Conversation:
 
         Raises:
             UsageError: Nothing has been said yet.
+            OSError: The file can't be written to; it is as it was.
         """
         if len(self.messages) == len(self._opening):
             raise UsageError("/save: nothing has been said yet")
-        with file.open("a", encoding="utf-8") as opened:
-            opened.write(json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n")
+        row = json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n"
+        before = file.stat().st_size if file.exists() else None
+        try:
+            with naming(file), file.open("a", encoding="utf-8") as opened:
+                opened.write(row)
+        except OSError:
+            _take_back(file, before)
+            raise
         typer.echo(f"added {len(self.messages)} messages to {file}", err=True)
 
     def _take(self, text: str) -> None:
@@ -182,6 +192,15 @@ class Conversation:
                 self.ask(text)
             except KeyboardInterrupt:
                 typer.echo("stopped; this turn is forgotten", err=True)
+
+
+def _take_back(file: Path, before: int | None) -> None:
+    """Half a row would make the others unreadable. ``before``: the file's bytes; None: no file."""
+    with contextlib.suppress(OSError):
+        if before is None:
+            file.unlink()
+        else:
+            os.truncate(file, before)
 
 
 def _typed_lines() -> Iterator[str]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -67,14 +69,39 @@ def _end(error: BaseException) -> int:
         else:
             _say(_misfit(error))
         return int(getattr(error, "exit_code", 2))
-    if isinstance(error, OSError) and error.filename is not None:
-        _say(f"{error.filename}: {error.strerror}")
+    if isinstance(error, OSError) and error.strerror is not None:
+        _say(told(error))
         return 1
     if is_out_of_memory(error):
         _say(f"out of memory: {str(error).strip() or type(error).__name__}\n{LESS_MEMORY}")
         return 1
     _say(f"{type(error).__name__}: {error}\nThis is a fault in Legato; --debug shows where.")
     return 1
+
+
+def told(error: OSError) -> str:
+    """What the system says, of which file."""
+    place = "" if error.filename is None else f"{error.filename}: "
+    return f"{place}{error.strerror or error}"
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give an error of the block the name of the file that it is about.
+
+    Args:
+        path: What the block writes. The system names it where it is opened, and not where its disk
+            is full.
+
+    Yields:
+        None: the block writes it.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def _misfit(error: Any) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +25,7 @@ from legato.cli.answering import (
     load_to_answer,
     refuse_existing,
 )
+from legato.cli.errors import naming
 from legato.cli.prompts import PromptRow, read_prompts
 from legato.errors import UsageError
 
@@ -87,6 +90,11 @@ def generate(
     from legato.cli.logs import show_log
 
     refuse_existing(output)
+    if _partial(output).exists():
+        raise UsageError(
+            f"{_partial(output)}: holds answers of a call that was cut short. Remove it, or give "
+            "it another name"
+        )
     show_log()
     rows = read_prompts(prompts, raw=raw, type=type, columns=_columns(columns or []), split=split)
     rows = rows[:limit]
@@ -102,25 +110,32 @@ def generate(
 
     has_ids = not raw and names_calls(tokenizer.chat_template)
     asked = [row.for_model(names_calls=has_ids) for row in rows]
-    answers = _answers(
-        model,
-        tokenizer,
-        asked,
-        max_new_tokens=max_new_tokens,
-        batch_size=batch_size,
-        temperature=temperature,
-        seed=seed,
-    )
-    _write(output, rows, asked, answers)
+    lines = partial(_line, rows, asked)
+    with _kept(output, lines, num_asked=len(asked)) as keep:
+        answers = _answers(
+            model,
+            tokenizer,
+            asked,
+            keep=keep,
+            max_new_tokens=max_new_tokens,
+            batch_size=batch_size,
+            temperature=temperature,
+            seed=seed,
+        )
     num_cut = sum(answer.finish_reason == "length" for answer in answers)
     cut = f"; {num_cut} of them were cut at {max_new_tokens} tokens" if num_cut else ""
     typer.echo(f"{len(rows)} answers are in {output}{cut}")
 
 
 def _answers(
-    model: Any, tokenizer: Any, asked: Sequence[str | Chat], **options: Any
+    model: Any,
+    tokenizer: Any,
+    asked: Sequence[str | Chat],
+    *,
+    keep: Callable[[Mapping[int, Answer]], None],
+    **options: Any,
 ) -> list[Answer]:
-    """The answers, with a bar on a terminal meanwhile."""
+    """The answers, each batch kept as it is made, with a bar on a terminal meanwhile."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -129,13 +144,12 @@ def _answers(
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("answers", total=len(asked))
-        return generate_batch(
-            model,
-            tokenizer,
-            asked,
-            on_answers=lambda count: progress.advance(task, count),
-            **options,
-        )
+
+        def on_answers(made: Mapping[int, Answer]) -> None:
+            keep(made)
+            progress.advance(task, len(made))
+
+        return generate_batch(model, tokenizer, asked, on_answers=on_answers, **options)
 
 
 def _columns(words: Sequence[str]) -> dict[str, str]:
@@ -149,21 +163,56 @@ def _columns(words: Sequence[str]) -> dict[str, str]:
     return columns
 
 
-def _write(
-    output: Path, rows: list[PromptRow], prompts: list[str | Chat], answers: list[Answer]
-) -> None:
-    """Write all answers, or nothing: the file gets its name when it is whole."""
-    partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
-    partial.parent.mkdir(parents=True, exist_ok=True)
+@contextmanager
+def _kept(
+    output: Path, line: Callable[[int, Answer], str], *, num_asked: int
+) -> Iterator[Callable[[Mapping[int, Answer]], None]]:
+    """Keep answers in ``<output>.partial`` as they are made; give them order and name at the end.
+
+    What ends this before, a full disk or kill -9, leaves what was made so far.
+    """
+    made_so_far = _partial(output)
+    made_so_far.parent.mkdir(parents=True, exist_ok=True)
+    lines: dict[int, str] = {}
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            for row, prompt, answer in zip(rows, prompts, answers, strict=True):
-                asked = prompt if isinstance(prompt, str) else prompt.messages
-                values: dict[str, Any] = {"sample_id": row.sample_id, "prompt": asked}
-                if row.tools:
-                    values["tools"] = row.tools
-                values |= {"answer": answer.text, "finish_reason": answer.finish_reason}
-                file.write(json.dumps(values, ensure_ascii=False) + "\n")
-        os.replace(partial, output)
-    finally:
-        partial.unlink(missing_ok=True)
+        with naming(made_so_far), made_so_far.open("x", encoding="utf-8") as file:
+
+            def keep(made: Mapping[int, Answer]) -> None:
+                written = {number: line(number, answer) for number, answer in made.items()}
+                with naming(made_so_far):
+                    file.writelines(written.values())
+                    file.flush()
+                lines.update(written)
+
+            yield keep
+        ordered = output.with_name(f".{output.name}.partial-{os.getpid()}")
+        try:
+            with naming(ordered), ordered.open("w", encoding="utf-8") as file:
+                file.writelines(lines[number] for number in sorted(lines))
+            os.replace(ordered, output)
+        finally:
+            ordered.unlink(missing_ok=True)
+    except BaseException:
+        if lines:
+            told = f"{len(lines)} of {num_asked} answers are in {made_so_far}"
+            typer.echo(f"{told}, in the order in which they were made", err=True)
+        else:
+            made_so_far.unlink(missing_ok=True)
+        raise
+    made_so_far.unlink()
+
+
+def _partial(output: Path) -> Path:
+    return output.with_name(f"{output.name}.partial")
+
+
+def _line(
+    rows: Sequence[PromptRow], prompts: Sequence[str | Chat], number: int, answer: Answer
+) -> str:
+    row, prompt = rows[number], prompts[number]
+    asked = prompt if isinstance(prompt, str) else prompt.messages
+    values: dict[str, Any] = {"sample_id": row.sample_id, "prompt": asked}
+    if row.tools:
+        values["tools"] = row.tools
+    values |= {"answer": answer.text, "finish_reason": answer.finish_reason}
+    return json.dumps(values, ensure_ascii=False) + "\n"

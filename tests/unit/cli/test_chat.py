@@ -12,6 +12,7 @@ from legato.cli.main import main
 from legato.errors import ModelError
 from legato.generate import generate_batch, load_for_generation
 from tests.helpers import tiny
+from tests.helpers.faults import no_file_larger_than
 
 Turns = list[dict[str, str]]
 
@@ -78,6 +79,21 @@ def test_save_adds_one_row_of_messages_data(
         ["two", "you said two"],
     ]
     assert "error: /save: nothing has been said yet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_save_onto_a_full_disk_is_told_and_leaves_no_half_row(
+    echo: Echo, tmp_path: Path, capsys: pytest.CaptureFixture[str], is_new: bool
+) -> None:
+    file = tmp_path / "good.jsonl"
+    row = '{"messages": []}\n'
+    if not is_new:
+        file.write_text(row)
+    with no_file_larger_than(100):
+        conversation = talk(echo, ["a" * 200, f"/save {file}", "two"])
+    assert f"error: {file}: File too large" in capsys.readouterr().err
+    assert not file.exists() if is_new else file.read_text() == row
+    assert len(conversation.messages) == 4
 
 
 def test_a_command_that_isnt_one_is_told_and_not_asked(

@@ -1,6 +1,11 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +14,7 @@ import pytest
 from legato.cli.main import main
 from legato.generate import generate_batch, load_for_generation
 from tests.helpers import tiny
+from tests.helpers.faults import no_file_larger_than
 
 
 def run(folder: Path, prompts: Path, output: Path, *options: str) -> int:
@@ -216,3 +222,52 @@ def test_an_output_that_is_there_is_never_overwritten(
     assert run(tiny_model_dir, tmp_path / "p.txt", tmp_path / "a.jsonl") == 2
     assert "a.jsonl: is already there" in capsys.readouterr().err
     assert (tmp_path / "a.jsonl").read_text() == "mine"
+
+
+@pytest.mark.parametrize("limit", [100, 1500])
+def test_answers_made_before_a_full_disk_are_kept_and_said(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], limit: int
+) -> None:
+    (tmp_path / "p.txt").write_text("".join(f"mugs {number}\n" for number in range(30)))
+    output, kept = tmp_path / "a.jsonl", tmp_path / "a.jsonl.partial"
+    with no_file_larger_than(limit):
+        assert run(tiny_model_dir, tmp_path / "p.txt", output, "--batch-size", "4") == 1
+    told = capsys.readouterr().err
+    assert f"error: {kept}: File too large" in told
+    assert "fault" not in told
+    assert sorted(tmp_path.glob("*a.jsonl*")) == ([kept] if limit == 1500 else [])
+    if limit == 100:
+        assert "answers are in" not in told
+        return
+    num_said = int(re.search(r"(\d+) of 30 answers are in .*partial, in the order", told)[1])
+    whole = [json.loads(line) for line in kept.read_text().splitlines()[:num_said]]
+    expected = answers_to(tiny_model_dir, [user(f"mugs {n}") for n in range(30)])
+    assert num_said in range(4, 27, 4)
+    for row in whole:
+        number = int(row["sample_id"].rpartition(":")[2]) - 1
+        assert row["answer"] == expected[number]
+
+    # The next call overwrites none of it.
+    assert run(tiny_model_dir, tmp_path / "p.txt", output) == 2
+    assert f"{kept}: holds answers of a call that was cut short. Remove" in capsys.readouterr().err
+    kept.unlink()
+    assert run(tiny_model_dir, tmp_path / "p.txt", output) == 0
+    assert [row["answer"] for row in rows_of(output)] == expected
+    assert not kept.exists()
+
+
+def test_a_killed_call_leaves_the_answers_that_it_had_made(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "p.txt").write_text("".join(f"mugs {number}\n" for number in range(400)))
+    words = [tiny_model_dir, "--prompts", tmp_path / "p.txt", "--output", tmp_path / "a.jsonl"]
+    command = [sys.executable, "-m", "legato", "generate", *words, "--batch-size", "1"]
+    killed = subprocess.Popen(list(map(str, command)), stderr=subprocess.DEVNULL)
+    kept = tmp_path / "a.jsonl.partial"
+    deadline = time.monotonic() + 120
+    while not (kept.exists() and kept.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    killed.kill()
+    assert killed.wait() == -signal.SIGKILL
+    assert "answer" in rows_of(kept)[0]
+    assert not (tmp_path / "a.jsonl").exists()

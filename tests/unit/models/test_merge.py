@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import resource
 import shutil
 import signal
 from pathlib import Path
@@ -20,6 +19,7 @@ from legato.models import merge as merge_module
 from legato.models.merge import merge_adapter
 from tests.helpers import tiny
 from tests.helpers.adapters import FORMS, write_adapter
+from tests.helpers.faults import no_file_larger_than
 
 
 @pytest.fixture
@@ -214,13 +214,9 @@ def test_files_that_arent_the_model_leave_nothing_behind(
 
 def test_a_full_disk_is_one_message_and_leaves_nothing(base: Path, tmp_path: Path) -> None:
     adapter = write_adapter(base, tmp_path / "adapter")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # no file may be larger
-    try:
-        with pytest.raises(ModelError, match=r"merged: can't be written: .*File too large"):
-            merge_adapter(adapter, output_dir=tmp_path / "merged")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    refused = pytest.raises(ModelError, match=r"merged: can't be written: .*File too large")
+    with no_file_larger_than(20_000), refused:
+        merge_adapter(adapter, output_dir=tmp_path / "merged")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]
 
 
