@@ -92,7 +92,7 @@ def test_a_run_says_what_a_stream_left_out_and_data_show_shows_its_beginning(
     assert legato("data", "show", config, "on_bad_row=skip") == 0
     shown = capsys.readouterr().out
     assert "a stream: this is of its first shuffle_buffer_size rows" in shown
-    assert "evaluation: 1 samples" in shown
+    assert "evaluation: 1 sample\n" in shown
 
 
 def test_workers_change_nothing_in_a_run_whose_data_is_read_before(

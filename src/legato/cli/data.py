@@ -9,6 +9,7 @@ import typer
 
 from legato.cli.arguments import ConfigOption, ConfigWords
 from legato.cli.show import show_json
+from legato.words import counted
 
 if TYPE_CHECKING:
     from legato.data.overview import Overview, Repeats
@@ -114,7 +115,7 @@ def _print(
     console = Console(markup=False, highlight=False, soft_wrap=True)
     for sample in shown:
         console.print(
-            f"--- {sample.sample_id}: {len(sample.input_ids)} tokens, "
+            f"--- {sample.sample_id}: {counted(len(sample.input_ids), 'token')}, "
             f"{sample.num_loss_tokens} trained"
         )
         console.print(
@@ -129,15 +130,16 @@ def _print(
     if samples.held_out is not None:
         for line in samples.held_out.report.lines_beyond(samples.train.report):
             console.print(f"evaluation: {line}")
-        console.print(f"evaluation: {overview.num_held_out:,} samples")
+        console.print(f"evaluation: {counted(overview.num_held_out, 'sample')}")
     for line in (
-        *_repeat_lines("duplicates", overview.duplicates, "are equal to an earlier one"),
-        *_repeat_lines("evaluation", overview.leaked, "are trained on as well"),
+        *_repeat_lines("duplicates", overview.duplicates, "equal to an earlier one"),
+        *_repeat_lines("evaluation", overview.leaked, "trained on as well"),
     ):
         console.print(line)
+    packed_rows = counted(overview.num_packed_rows, "row")
     console.print(
         f"tokens per slot: {overview.padded_efficiency:.2f} with one sample in a row, "
-        f"{overview.packed_efficiency:.2f} packed into {overview.num_packed_rows:,} rows of "
+        f"{overview.packed_efficiency:.2f} packed into {packed_rows} of "
         f"{samples.max_seq_len:,} (packing is {'on' if packing else 'off'})"
     )
     console.print("tokens of a sample:")
@@ -155,4 +157,4 @@ def _repeat_lines(what: str, repeats: Repeats, are: str) -> list[str]:
         return []
     named = ", ".join(f"{this} = {other}" for this, other in repeats.examples)
     more = ", ..." if repeats.count > len(repeats.examples) else ""
-    return [f"{what}: {repeats.count:,} samples {are} ({named}{more})"]
+    return [f"{what}: {counted(repeats.count, 'sample')} {are} ({named}{more})"]

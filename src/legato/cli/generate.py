@@ -28,6 +28,7 @@ from legato.cli.answering import (
 from legato.cli.errors import naming
 from legato.cli.prompts import PromptRow, read_prompts
 from legato.errors import UsageError
+from legato.words import counted
 
 if TYPE_CHECKING:
     from legato.generate import Answer, Chat
@@ -124,7 +125,7 @@ def generate(
         )
     num_cut = sum(answer.finish_reason == "length" for answer in answers)
     cut = f"; {num_cut} of them were cut at {max_new_tokens} tokens" if num_cut else ""
-    typer.echo(f"{len(rows)} answers are in {output}{cut}")
+    typer.echo(f"{counted(len(rows), 'answer')} in {output}{cut}")
 
 
 def _answers(

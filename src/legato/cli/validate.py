@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from legato.cli.arguments import ConfigOption, ConfigWords
-from legato.config.names import COMPRESSIONS, FILE_KINDS, HUB_NAME, PACKAGED_TEMPLATES
+from legato.config.names import (
+    COMPRESSIONS,
+    FILE_KINDS,
+    HUB_NAME,
+    PACKAGED_TEMPLATES,
+    kind_of_file,
+)
 
 CHECKED = (
     "checked: keys, values, combinations, and that paths are there. Data and model weren't read: "
@@ -122,6 +128,9 @@ def _data_problems(config: RunConfig) -> Iterator[Problem]:
     for key in ("datasets", "eval_datasets"):
         for index, dataset in enumerate(getattr(config, key)):
             place = os.path.expanduser(dataset.path)
+            if os.path.isfile(place) and kind_of_file(Path(place)) is None:
+                message = f"{dataset.path} is no file of data. Known: {', '.join(FILE_KINDS)}"
+                yield Problem((key, index, "path"), f"{message}, also with .gz or .zst")
             if os.path.exists(place):
                 continue
             if glob.has_magic(place):

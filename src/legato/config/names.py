@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 FILE_KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 """Endings of data files."""
@@ -18,3 +19,11 @@ PACKAGED_TEMPLATES = ("alpaca", "chatml")
 
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that record CUDA graphs."""
+
+
+def kind_of_file(path: Path) -> str | None:
+    """A file's kind by its suffix, compression aside; None if it isn't a data file."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in COMPRESSIONS:
+        suffixes.pop()
+    return suffixes[-1] if suffixes and suffixes[-1] in FILE_KINDS else None

@@ -14,6 +14,7 @@ from legato.data.samples import DataReport, DatasetReport, Sample, Tally
 from legato.data.sources import BadRow, Row
 from legato.data.unread import unread_names
 from legato.errors import DataError
+from legato.words import counted
 
 # Tokenized in one batch: enough for the tokenizer's threads, and soon done.
 CHUNK_ROWS = 250
@@ -130,9 +131,9 @@ class RowFormatter:
             tally.add(BAD, sample_id)
         fitted = [
             (number, fitting)
-            for number, samples in zip(numbers, made, strict=True)
+            for number, example, samples in zip(numbers, examples, made, strict=True)
             for sample in samples
-            if (fitting := self._within_limits(sample, tally)) is not None
+            if (fitting := self._within_limits(sample, tally, where=example.where)) is not None
         ]
         return Chunk(
             epoch=chunk.epoch,
@@ -150,14 +151,13 @@ class RowFormatter:
         trained = sample.input_ids[sample.trained].tolist()
         return not self.formatter.stop_ids.isdisjoint(trained)
 
-    def _within_limits(self, sample: Sample, tally: Tally) -> Sample | None:
+    def _within_limits(self, sample: Sample, tally: Tally, *, where: str) -> Sample | None:
         if len(sample.input_ids) > self.max_seq_len:
             if self.excess_length == "error":
                 raise DataError(
-                    f"{self.spec.path}: {sample.sample_id} has {len(sample.input_ids)} tokens, "
-                    f"max_seq_len is {self.max_seq_len}. Raise it, or set excess_length: drop or "
-                    "truncate",
-                    path=self.spec.path,
+                    f"{where}: {len(sample.input_ids)} tokens, and max_seq_len is "
+                    f"{self.max_seq_len}. Raise it, or set excess_length: drop or truncate",
+                    path=where,
                 )
             if self.excess_length == "drop":
                 tally.add(TOO_LONG, sample.sample_id)
@@ -297,11 +297,18 @@ class Account:
             return
         if self.num_rows == 0:
             raise DataError(f"{path}: no rows", path=path)
+        asked = f"max_seq_len is {self.maker.max_seq_len}"
+        counts = self.tally.counts
+        if counts.get(UNTRAINED) == self.num_rows and TRUNCATED not in counts:
+            asked = (
+                "Trained are the turns that roles_to_train and turns_to_train name, but for those "
+                "of weight 0, and with train_on_inputs: true the others too"
+            )
         fates = "; ".join(f"{sentence}: {count:,}" for sentence, count in self.tally.counts.items())
         first = f" The first: {self.first_problem}" if self.first_problem else ""
         raise DataError(
-            f"{path}: nothing left to train on of {self.num_rows:,} rows: {fates}.{first} "
-            f"max_seq_len is {self.maker.max_seq_len}.",
+            f"{path}: nothing left to train on of {counted(self.num_rows, 'row')}: {fates}.{first} "
+            f"{asked}.",
             path=path,
             counts=dict(self.tally.counts),
         )

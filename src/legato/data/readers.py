@@ -12,21 +12,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from legato.config.names import COMPRESSIONS, FILE_KINDS
+from legato.config.names import FILE_KINDS, kind_of_file
 from legato.data.json_text import fault_of, parse_json
 from legato.data.rows import BadRow, Row, Skip
 from legato.errors import DataError
 
 # What a file says that ends too early, or whose compressed bytes are damaged.
 _UNREADABLE = (OSError, EOFError, zlib.error)
-
-
-def kind_of(path: Path) -> str | None:
-    """The file's kind by its suffix, compression aside; None if it isn't a data file."""
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in COMPRESSIONS:
-        suffixes.pop()
-    return suffixes[-1] if suffixes and suffixes[-1] in FILE_KINDS else None
 
 
 def read_file(file: Path, name: str, past: Skip) -> Iterator[Row | BadRow]:
@@ -43,7 +35,7 @@ def read_file(file: Path, name: str, past: Skip) -> Iterator[Row | BadRow]:
     Raises:
         DataError: An unknown kind of file, a file that can't be read.
     """
-    match kind_of(file):
+    match kind_of_file(file):
         case ".jsonl" | ".ndjson":
             return _read_json_lines(_open(file), file, name, past)
         case ".json":
@@ -192,7 +184,7 @@ _NO_END = "unexpected end of data"
 
 def _read_csv(file: Path, name: str) -> Iterator[Row | BadRow]:
     csv.field_size_limit(2**31 - 1)  # Python's default of 128 KiB is shorter than a long document
-    delimiter = "\t" if kind_of(file) == ".tsv" else ","
+    delimiter = "\t" if kind_of_file(file) == ".tsv" else ","
     problems: dict[int, str] = {}
     with _open(file) as stream:
         lines = _text_lines(stream, file, problems)
@@ -270,7 +262,8 @@ def _read_arrow(file: Path, name: str, past: Skip) -> Iterator[Row | BadRow]:
     before = past.left
     number = 0
     try:
-        batches = _parquet_batches(file, past) if kind_of(file) == ".parquet" else _batches(file)
+        is_parquet = kind_of_file(file) == ".parquet"
+        batches = _parquet_batches(file, past) if is_parquet else _batches(file)
         for batch in batches:
             if batch.num_rows <= past.left:
                 past.take(batch.num_rows)
@@ -286,7 +279,7 @@ def _read_arrow(file: Path, name: str, past: Skip) -> Iterator[Row | BadRow]:
                     yield Row.of_table(sample_id, where, value)
     except (pa.ArrowException, OSError) as error:
         raise DataError(
-            f"{file}: can't be read as {kind_of(file)}: {error}", path=str(file)
+            f"{file}: can't be read as {kind_of_file(file)}: {error}", path=str(file)
         ) from error
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from legato.storage.fingerprint import fingerprint
+from legato.words import counted
 
 Tokens = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
@@ -104,16 +105,18 @@ class DatasetReport:
         how = "detected from its columns" if self.detected else "as configured"
         share = self.num_loss_tokens / max(1, self.num_tokens)
         lines = [
-            f"{self.path}: {self.type} ({how}), {self.num_rows:,} rows, {self.num_samples:,} "
-            "samples, "
-            f"{self.num_tokens:,} tokens, {share:.0%} of them trained"
+            f"{self.path}: {self.type} ({how}), {counted(self.num_rows, 'row')}, "
+            f"{counted(self.num_samples, 'sample')}, {counted(self.num_tokens, 'token')}, "
+            f"{share:.0%} of them trained"
         ]
         for sentence, count in self.counts.items():
             named = self.examples[sentence]
             more = ", ..." if count > len(named) else ""
             lines.append(f"{self.path}: {sentence}: {count:,} ({', '.join(named)}{more})")
         if self.unread:
-            lines.append(f"{self.path}: columns not read: {', '.join(self.unread)}")
+            # pandas writes its index as a column without a name.
+            unread = ", ".join(name or repr(name) for name in self.unread)
+            lines.append(f"{self.path}: columns not read: {unread}")
         return lines
 
 

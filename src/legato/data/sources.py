@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
-from legato.config.names import COMPRESSIONS, FILE_KINDS, HUB_NAME
+from legato.config.names import COMPRESSIONS, FILE_KINDS, HUB_NAME, kind_of_file
 from legato.data.hub import HubSource, ShardStarts, read_hub
-from legato.data.readers import kind_of, read_file
+from legato.data.readers import read_file
 from legato.data.rows import BadRow, Row, Skip
 from legato.errors import DataError
 
@@ -120,7 +120,8 @@ def _find_files(place: str) -> list[Path]:
     if os.path.isdir(place):
         found = [Path(root) / file for root, _, files in os.walk(place) for file in files]
         hidden = [any(part.startswith(".") for part in p.relative_to(place).parts) for p in found]
-        files = sorted(p for p, skip in zip(found, hidden, strict=True) if not skip and kind_of(p))
+        seen = (path for path, skip in zip(found, hidden, strict=True) if not skip)
+        files = sorted(path for path in seen if kind_of_file(path))
     else:
         files = sorted(p for p in map(Path, glob.glob(place, recursive=True)) if p.is_file())
     if not files:

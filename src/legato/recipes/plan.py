@@ -260,8 +260,9 @@ def say_new_batch(state: TrainState, loader: Loader | StreamLoader) -> None:
 def nothing_left(step: int, config: RunConfig, *, total_steps: int) -> str:
     """What a finished run says when it is started again."""
     if step >= total_steps:
+        beyond = f"of {total_steps}" if step == total_steps else f"and {total_steps} are asked for"
         return (
-            f"nothing left to do: {config.output_dir} has done step {step} of {total_steps}. "
+            f"nothing left to do: {config.output_dir} has done step {step} {beyond}. "
             "Set epochs or max_steps higher to go on."
         )
     return (

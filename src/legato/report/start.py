@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from legato.words import counted
+
 _LABEL_WIDTH = 14
 
 
@@ -193,9 +195,10 @@ def _data(facts: StartFacts) -> str:
     share = 100 * facts.num_trained_tokens / max(facts.num_tokens, 1)
     packed = ""
     if facts.num_packed_rows is not None and facts.packing_efficiency is not None:
-        packed = f" in {facts.num_packed_rows:,} rows ({100 * facts.packing_efficiency:.0f} % full)"
+        rows = counted(facts.num_packed_rows, "row")
+        packed = f" in {rows} ({100 * facts.packing_efficiency:.0f} % full)"
     return (
-        f"{facts.num_samples:,} samples{packed}, {human_count(facts.num_tokens)} tokens, "
+        f"{counted(facts.num_samples, 'sample')}{packed}, {human_count(facts.num_tokens)} tokens, "
         f"{share:.0f} % of them trained"
     )
 
@@ -207,18 +210,22 @@ def _batch(facts: StartFacts) -> str:
     if facts.world_size > 1:
         factors.append(f"{facts.world_size} processes")
     slots = facts.batch_size * facts.gradient_accumulation_steps * facts.world_size
+    step = f"{counted(facts.global_batch_size, 'sequence')} a step"
+    if slots == facts.global_batch_size:
+        return f"{step} ({' x '.join(factors)})"
     # A run that goes on with another number of processes may not come out even.
-    at_most = "" if slots == facts.global_batch_size else "at most "
-    return f"{facts.global_batch_size} sequences a step ({at_most}{' x '.join(factors)})"
+    processes = counted(facts.world_size, "process", "processes")
+    return f"{step}, dealt to {processes} in micro-batches of at most {facts.batch_size}"
 
 
 def _length(facts: StartFacts) -> str:
+    steps = counted(facts.total_steps, "step")
     if facts.steps_per_epoch is None:
-        return f"{facts.total_steps:,} steps (the data is repeated where it ends before)"
+        return f"{steps} (the data is repeated where it ends before)"
     epochs = "data repeated" if facts.epochs is None else f"{facts.epochs} epochs asked for"
     if facts.epochs == 1:
         epochs = "1 epoch asked for"
-    return f"{facts.total_steps:,} steps ({facts.steps_per_epoch:,} an epoch, {epochs})"
+    return f"{steps} ({facts.steps_per_epoch:,} an epoch, {epochs})"
 
 
 def _checkpoints(facts: StartFacts) -> str:

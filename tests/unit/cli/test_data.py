@@ -57,8 +57,8 @@ def test_the_page_shows_samples_counts_lengths_and_what_was_left_out(
         "25% of them trained",
         f"{rows}: longer than max_seq_len, dropped: 1 (rows.jsonl:3)",
         f"warning: {rows}: 1 of 3 samples longer than max_seq_len, dropped; max_seq_len is 64",
-        "duplicates: 1 samples are equal to an earlier one (rows.jsonl:2 = rows.jsonl:1)",
-        "tokens per slot: 1.00 with one sample in a row, 0.88 packed into 1 rows of 64 "
+        "duplicates: 1 sample equal to an earlier one (rows.jsonl:2 = rows.jsonl:1)",
+        "tokens per slot: 1.00 with one sample in a row, 0.88 packed into 1 row of 64 "
         "(packing is off)",
         "tokens of a sample:",
         *[f"  {n:>2} - {n + 4:>2}          0" for n in range(1, 26, 5)],
@@ -90,10 +90,10 @@ def test_data_to_evaluate_on_is_accounted_for_like_data_to_train_on(
     warning = f"warning: {held_out}: 1 of 2 samples longer than max_seq_len, dropped; "
     assert shown[:4] == [
         f"evaluation: {held_out}: prompt_completion (detected from its columns), 2 rows, 1 "
-        "samples, 28 tokens, 25% of them trained",
+        "sample, 28 tokens, 25% of them trained",
         f"evaluation: {held_out}: longer than max_seq_len, dropped: 1 (held_out.jsonl:2)",
         f"evaluation: {warning}max_seq_len is 64",
-        "evaluation: 1 samples",
+        "evaluation: 1 sample",
     ]
     assert main([*words, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -149,7 +149,7 @@ def test_overrides_apply_and_nothing_is_written(
     assert main(["data", "show", str(config), "max_seq_len=200", "val_set_size=1"]) == 0
     shown = capsys.readouterr().out
     assert "3 samples" in shown
-    assert "evaluation: 1 samples" in shown
+    assert "evaluation: 1 sample\n" in shown
     assert sorted(config.parent.iterdir()) == before
 
 

@@ -52,7 +52,7 @@ def test_each_line_of_a_text_is_asked_and_the_answers_keep_its_order(
         for line, prompt, answer in zip([1, 3, 4], prompts, expected, strict=True)
     ]
     said = capsys.readouterr().out
-    assert said == f"3 answers are in {tmp_path / 'a.jsonl'}; 3 of them were cut at 7 tokens\n"
+    assert said == f"3 answers in {tmp_path / 'a.jsonl'}; 3 of them were cut at 7 tokens\n"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "p.txt"]
 
 

@@ -122,6 +122,7 @@ def test_everything_that_is_not_there_is_told_at_once(capsys: pytest.CaptureFixt
             "datasets.1.path=data/*.json",
             "datasets.2.path=./no_folder",
             "datasets.3.path=org/name",
+            "datasets.4.path=file",
             "chat_template=t.jinja",
             "resume_from_checkpoint=out/step_5",
             "output_dir=file/out",
@@ -129,7 +130,7 @@ def test_everything_that_is_not_there_is_told_at_once(capsys: pytest.CaptureFixt
         capsys,
     )
     assert told.splitlines() == [
-        "error: 7 problems",
+        "error: 8 problems",
         "  command line: model: ./nowhere: there is no such folder.",
         f"  command line: datasets.0.path: b.jsonl: no such file or folder; looked for "
         f"{Path.cwd()}/b.jsonl, as relative paths start at the current folder",
@@ -137,6 +138,8 @@ def test_everything_that_is_not_there_is_told_at_once(capsys: pytest.CaptureFixt
         f"{Path.cwd()}/data/*.json, as relative paths start at the current folder",
         f"  command line: datasets.2.path: ./no_folder: no such file or folder; looked for "
         f"{Path.cwd()}/no_folder, as relative paths start at the current folder",
+        "  command line: datasets.4.path: file is no file of data. Known: .jsonl, .ndjson, .json, "
+        ".csv, .tsv, .parquet, .arrow, also with .gz or .zst",
         "  command line: chat_template: t.jinja: expected auto, alpaca, chatml or a file",
         "  command line: resume_from_checkpoint: out/step_5: no such folder",
         f"  command line: output_dir: {Path('file').absolute()} is a file",

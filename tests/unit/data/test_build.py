@@ -83,7 +83,7 @@ def test_a_long_sample_is_dropped_cut_or_refused(tmp_path: Path) -> None:
     assert cut.report.warnings == (
         f"warning: {path}: 1 of 2 samples longer than max_seq_len, cut; max_seq_len is 60",
     )
-    with pytest.raises(DataError, match=r"a\.jsonl:2 has 112 tokens, max_seq_len is 60\. Raise it"):
+    with pytest.raises(DataError, match=r"/a\.jsonl:2: 112 tokens, and max_seq_len is 60\. Raise"):
         build(path, max_seq_len=60, excess_length="error")
 
 
@@ -181,6 +181,25 @@ def test_nothing_left_to_train_on_is_an_error_that_names_the_limit(tmp_path: Pat
         f"{path}: nothing left to train on of 64 rows: longer than max_seq_len, cut: 64; "
         "without a trained token, dropped: 64. max_seq_len is 60."
     )
+
+
+def test_rows_of_which_no_turn_is_trained_are_not_blamed_on_the_length(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "a", "weight": 0}]
+    path.write_text(json.dumps({"messages": turns}) + "\n")
+    with pytest.raises(DataError) as caught:
+        build(path, max_seq_len=60)
+    assert str(caught.value) == (
+        f"{path}: nothing left to train on of 1 row: without a trained token, dropped: 1. "
+        "Trained are the turns that roles_to_train and turns_to_train name, but for those of "
+        "weight 0, and with train_on_inputs: true the others too."
+    )
+
+
+def test_a_column_without_a_name_is_named_among_those_that_nobody_reads(tmp_path: Path) -> None:
+    path = tmp_path / "pandas.csv"
+    path.write_text(",prompt,completion\n0,Hi,Ho\n")
+    assert build(path).report.lines()[-1] == f"{path}: columns not read: ''"
 
 
 def test_an_empty_data_set_is_an_error(tmp_path: Path) -> None:

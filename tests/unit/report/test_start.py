@@ -119,8 +119,19 @@ def test_a_global_batch_that_does_not_come_out_even_says_so() -> None:
     facts = replace(
         FULL, world_size=3, global_batch_size=16, batch_size=2, gradient_accumulation_steps=3
     )
-    at_most = "(at most 2 a micro-batch x 3 micro-batches x 3 processes)"
-    assert f"batch         16 sequences a step {at_most}\n" in start_block(facts)
+    dealt = "dealt to 3 processes in micro-batches of at most 2"
+    assert f"batch         16 sequences a step, {dealt}\n" in start_block(facts)
+
+
+def test_one_of_a_kind_is_no_plural() -> None:
+    facts = replace(
+        FULL, num_samples=1, num_packed_rows=1, packing_efficiency=0.5, total_steps=1,
+        batch_size=1, global_batch_size=1, steps_per_epoch=1, epochs=1,
+    )  # fmt: skip
+    lines = start_block(facts).splitlines()
+    assert lines[5].startswith("data          1 sample in 1 row (50 % full), ")
+    assert lines[6] == "batch         1 sequence a step (1 a micro-batch)"
+    assert lines[7] == "length        1 step (1 an epoch, 1 epoch asked for)"
 
 
 def test_an_fp32_run_has_no_masters_to_speak_of() -> None:
