@@ -202,7 +202,8 @@ def resolve_overrides(
             )
             continue
         spellings[target] = spelling
-        if spelling == "dataset" and not override.remove:
+        is_list = isinstance(override.value, list) and override.path == ("dataset",)
+        if spelling == "dataset" and not override.remove and not is_list:
             _collect(dataset, override)
             continue
         rest = override.path[1:] if spelling in ALIASES else override.path[len(target) :]
@@ -241,9 +242,8 @@ def _convert(alias: str, value: Any) -> Any:
     if alias == "load_in_4bit" and isinstance(value, str):
         return {"true": "nf4", "false": "none"}.get(value.lower(), value)
     if alias == "dataset":
-        if isinstance(value, str):
-            return [{"path": value}]
-        return [value] if isinstance(value, dict) else value
+        entries = value if isinstance(value, list) else [value]
+        return [{"path": each} if isinstance(each, str) else each for each in entries]
     return value
 
 

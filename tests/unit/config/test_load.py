@@ -153,6 +153,15 @@ def test_dataset_in_a_file_is_a_list_of_one(load) -> None:  # type: ignore[no-un
     assert load(text).config.datasets[0].type == "alpaca"
 
 
+def test_dataset_may_be_a_list_of_files(load) -> None:  # type: ignore[no-untyped-def]
+    listed = "dataset: [a.jsonl, {path: b.jsonl, type: text}]"
+    text = FULL.replace("datasets:\n  - path: a.jsonl\n    type: alpaca", listed)
+    for loaded in (load(text), load(FULL, "dataset=[a.jsonl, {path: b.jsonl, type: text}]")):
+        found = [(dataset.path, dataset.type) for dataset in loaded.config.datasets]
+        assert found == [("a.jsonl", None), ("b.jsonl", "text")]
+
+
+
 def test_other_spellings_are_taken(load) -> None:  # type: ignore[no-untyped-def]
     text = """\
 recipe: lora_finetune_single_device
