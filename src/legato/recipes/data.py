@@ -25,6 +25,7 @@ from legato.parallel.world import World
 from legato.recipes.inputs import Inputs, find_inputs, read_same
 from legato.recipes.reading import Reading, open_stream, plan_reading, read_all
 from legato.train.state import TrainState
+from legato.words import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -291,8 +292,8 @@ def _rows_of(data: TokenizedData | None, config: RunConfig, reading: Reading) ->
 def _refuse_idle_ranks(rows: Rows, world: World) -> None:
     if len(rows) < world.world_size:
         raise DataError(
-            f"{world.world_size} processes, but only {len(rows)} rows to train on: some would "
-            f"never get one. Start at most {len(rows)} processes."
+            f"{world.world_size} processes, but only {counted(len(rows), 'row')} to train on: "
+            f"some would never get one. Start {counted(len(rows), 'process', 'processes')} at most."
         )
 
 

@@ -161,7 +161,6 @@ def test_dataset_may_be_a_list_of_files(load) -> None:  # type: ignore[no-untype
         assert found == [("a.jsonl", None), ("b.jsonl", "text")]
 
 
-
 def test_other_spellings_are_taken(load) -> None:  # type: ignore[no-untyped-def]
     text = """\
 recipe: lora_finetune_single_device
