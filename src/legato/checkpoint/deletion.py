@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import posixpath
+import re
 
 from legato.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -15,6 +16,9 @@ from legato.errors import FolderFormatError
 from legato.storage import Storage
 
 logger = logging.getLogger(__name__)
+
+# The large files of a step, all that takes up room; see `legato.checkpoint.plan.MODEL_STEMS`.
+_TENSORS = re.compile(r"(model|adapter_model)(-\d+-of-\d+)?\.safetensors")
 
 
 def delete_step(storage: Storage, path: str, *, strangers_to: str) -> None:
@@ -44,20 +48,29 @@ def delete_step(storage: Storage, path: str, *, strangers_to: str) -> None:
 
 
 def move_strangers(storage: Storage, path: str, *, to: str) -> None:
-    """Move what no save wrote out of a step folder; where the manifest is gone nothing is.
+    """Move what no save wrote out of a step folder.
+
+    The manifest says what a save wrote. Where there is none, no save came to its end, and nothing
+    is moved; where it can't be read, all is but the tensors.
 
     Args:
         storage: Where it is.
         path: The folder of the step.
         to: The folder to move it to, made if there is anything.
+
+    Raises:
+        OSError: Something can't be moved.
     """
     manifest_path = posixpath.join(path, MANIFEST_NAME)
+    names = storage.list_folder(path)
     try:
         manifest = parse_manifest(storage.read_bytes(manifest_path), path=manifest_path)
-    except (FileNotFoundError, FolderFormatError):
+        own = {name.split("/")[0] for name in manifest.files}
+    except FileNotFoundError:
         return
-    own = {name.split("/")[0] for name in manifest.files} | RESERVED_NAMES | {STATE_FOLDER}
-    strangers = [name for name in storage.list_folder(path) if name not in own]
+    except FolderFormatError:
+        own = {name for name in names if _TENSORS.fullmatch(name)}
+    strangers = [name for name in names if name not in own | RESERVED_NAMES | {STATE_FOLDER}]
     if not strangers:
         return
     storage.make_folder(to)
@@ -67,6 +80,6 @@ def move_strangers(storage: Storage, path: str, *, to: str) -> None:
     storage.sync_folder(to)
     storage.sync_folder(posixpath.dirname(to))
     logger.warning(
-        "step %d is deleted; what no save had written into it is in %s: %s",
-        manifest.step, to, ", ".join(strangers),
+        "what no save had written into a step that is deleted is in %s: %s",
+        to, ", ".join(strangers),
     )  # fmt: skip

@@ -40,6 +40,35 @@ def test_what_no_save_wrote_into_a_step_outlives_it(
     assert sorted(p.name for p in out.iterdir()) == [".lock", ".pruned", "latest", "step_3"]
 
 
+def test_it_outlives_a_step_whose_manifest_is_damaged_too(tmp_path: Path) -> None:
+    out, loop = tmp_path / "out", Loop()
+    with Checkpointer(out) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(loop.run_to(step).state, step=step).result()
+    step_2 = out / "step_2"
+    (step_2 / "notes.txt").write_text("mine")
+    (step_2 / "other.safetensors").write_text("mine too")
+    manifest = step_2 / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:100])
+    again = Loop()
+    with Checkpointer(out) as checkpointer:  # goes on from step 1, and saves step 2 anew
+        checkpointer.restore(again.state)
+        checkpointer.save(again.run_to(2).state, step=2).result()
+    with Checkpointer(out):  # clears up
+        pass
+    assert sorted(p.name for p in out.iterdir()) == [
+        ".lock",
+        ".pruned",
+        "latest",
+        "step_1",
+        "step_2",
+    ]
+    kept = out / ".pruned" / "step_2"
+    assert (kept / "notes.txt").read_text() == "mine"
+    assert (kept / "other.safetensors").read_text() == "mine too"
+    assert not (kept / "model.safetensors").exists()
+
+
 def test_on_a_store_too() -> None:
     storage = RemoteStorage(fsspec.filesystem("memory"))
     with Checkpointer("/deletion", storage=storage, keep=KeepLast(1)) as checkpointer:
