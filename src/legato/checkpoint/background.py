@@ -7,14 +7,8 @@ ranks that disagree fail here, all of them; at *close* every rank says what it h
 
 from __future__ import annotations
 
-import contextlib
-import os
 import posixpath
-import queue
-import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,11 +37,9 @@ from legato.hf_folder import tensor_bytes
 from legato.parallel.peers import Peers
 from legato.storage import Storage
 
-# What is read from memory once for all three; a multiple of every dtype's size.
+# So much is cast, digested and written before more is read from memory; a multiple of every
+# dtype's size.
 _PIECE_BYTES = 4 * 1024**2
-
-# A tenth of the weight of a thread of training, where both want one core; all of a free one.
-_NICE = 10
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +89,7 @@ def write_checkpoint(
         job: What to write.
         folder: Where to.
         peers: All ranks; their group is used by one thread at a time.
-        work_off: Takes the steps of writing, as `BackgroundThread.work_off` does.
+        work_off: Takes the steps of writing, as `BackgroundThreads.work_off` does.
         num_owners: None: all ranks write into all files. Else each file has one owner, among the
             first so many ranks, which the others send their slices to.
         lock: On output_dir; held by rank 0 where there is one.
@@ -318,112 +310,3 @@ def _build_manifest(job: SaveJob, reports: list[Any], *, world_size: int) -> Man
         metrics=dict(job.metrics),
         world_size=world_size,
     )
-
-
-class BackgroundThread:
-    """One resident thread that does one thing after the other, and one that relieves it.
-
-    Daemons: a process that ends without `stop` (or its ``atexit`` hook) isn't held up, and a save
-    cut short leaves nothing visible.
-
-    The thread steps back behind training's: what it takes from one of them holds up all, at the
-    end of a loop that they share. On cores that are all busy a save so takes several times as
-    long, which mustn't be while somebody waits for it: before the next save, or before the end
-    that a signal asked for. No thread may raise its priority again, so another one takes over.
-
-    Torch computes with one thread in each. With more they would make OpenMP workers of their own,
-    and with more workers than cores GNU's OpenMP lets those of training sleep between two loops
-    instead of spinning: every later step of SmolLM2-135M on two cores took 0.3 s longer.
-    """
-
-    def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[tuple[Callable[[], Committed], PendingSave] | None] = (
-            queue.SimpleQueue()
-        )
-        self._awaited: queue.SimpleQueue[tuple[Iterator[None], Future[None]] | None] = (
-            queue.SimpleQueue()
-        )
-        num_threads = torch.get_num_threads()
-        self._thread = _start("legato-checkpoint", self._run, steps_back=True)
-        self._relief = _start("legato-checkpoint-awaited", self._relieve, steps_back=False)
-        torch.set_num_threads(num_threads)  # what threads to come begin with
-
-    def submit(self, task: Callable[[], Committed], *, pending: PendingSave) -> None:
-        """Do ``task`` after what was submitted before.
-
-        Args:
-            task: Its result, or whatever it raises, settles ``pending``: no rank waits for a
-                save that nobody works on.
-            pending: What the training thread waits for.
-        """
-        self._tasks.put((task, pending))
-
-    def work_off(self, steps: Iterator[None], *, pending: PendingSave) -> None:
-        """Of a task: take ``steps`` here or, from when on somebody waits, where they go faster.
-
-        Args:
-            steps: The work. What it raises is raised.
-            pending: The task's.
-        """
-        while not pending.is_awaited:
-            if next(steps, self) is self:
-                return
-        relieved: Future[None] = Future()
-        self._awaited.put((steps, relieved))
-        relieved.result()
-
-    def stop(self) -> None:
-        """End the threads once everything submitted is done."""
-        self._tasks.put(None)
-        self._thread.join()
-        self._awaited.put(None)
-        self._relief.join()
-
-    def _run(self) -> None:
-        while (submitted := self._tasks.get()) is not None:
-            task, pending = submitted
-            try:
-                outcome: Committed | BaseException = task()
-            except BaseException as error:  # whatever it is, the training thread has to hear of it
-                outcome = error
-            pending.settle(outcome)
-            # Whatever they hold (a snapshot, a committed step) mustn't live until the next task.
-            del submitted, task, pending, outcome
-
-    def _relieve(self) -> None:
-        while (given := self._awaited.get()) is not None:
-            steps, relieved = given
-            try:
-                for _ in steps:
-                    pass
-                relieved.set_result(None)
-            except BaseException as error:
-                relieved.set_exception(error)
-            del given, steps, relieved  # as above
-
-
-def _start(name: str, work: Callable[[], None], *, steps_back: bool) -> threading.Thread:
-    """A daemon that does ``work``, once it has made itself at home."""
-    is_ready = threading.Event()
-
-    def run() -> None:
-        torch.get_num_threads()  # the first call sets what new threads begin with: not after 1
-        torch.set_num_threads(1)
-        if steps_back:
-            _step_back()
-        is_ready.set()
-        work()
-
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    thread.start()
-    is_ready.wait()
-    return thread
-
-
-def _step_back() -> None:
-    """Lower the priority of the calling thread; only on Linux is it a thread's own."""
-    if sys.platform == "linux":
-        thread = threading.get_native_id()
-        with contextlib.suppress(OSError):  # a sandbox may forbid it: a save goes on without
-            lower = os.getpriority(os.PRIO_PROCESS, thread) + _NICE
-            os.setpriority(os.PRIO_PROCESS, thread, min(lower, 19))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from legato.checkpoint.background import BackgroundThread, SaveJob, write_checkpoint
+from legato.checkpoint.background import SaveJob, write_checkpoint
 from legato.checkpoint.lifecycle import RunFolder
 from legato.checkpoint.lock import OutputDirLock
 from legato.checkpoint.parts import Parts
@@ -27,6 +27,7 @@ from legato.checkpoint.records import (
 )
 from legato.checkpoint.retention import Keeper
 from legato.checkpoint.staging import Snapshot
+from legato.checkpoint.threads import BackgroundThreads
 from legato.errors import CheckpointError, OutputDirLockedError, RankDisagreementError
 from legato.parallel.peers import Peers
 
@@ -66,7 +67,7 @@ class Saver:
         folder: Where to.
         keeper: Told of every commit; on rank 0 only.
         control: All ranks, for this thread.
-        background: All ranks, for the background thread.
+        background: All ranks, for the background threads.
         local_ranks: Processes on this host.
         num_owners: How many ranks own files; None: all write into all. See `write_checkpoint`.
         run_id: This run.
@@ -111,7 +112,7 @@ class Saver:
             blocking=options.staging == "blocking",
             check=options.check_snapshots,
         )
-        self._thread = BackgroundThread()
+        self._threads = BackgroundThreads()
         self._in_flight: SaveJob | None = None
         self._held: SaveJob | None = None
         self._failed_at = 0.0
@@ -203,7 +204,7 @@ class Saver:
                     return committed
                 return self._newest
 
-            self._thread.submit(amend, pending=pending)
+            self._threads.submit(amend, pending=pending)
         else:
             pending.settle(committed)
         pending.times.blocked_seconds = pending.times.since_start()
@@ -278,8 +279,8 @@ class Saver:
         return error
 
     def close(self) -> None:
-        """End the background thread, when what it does is done, and free the buffers."""
-        self._thread.stop()
+        """End the background threads, when what they do is done, and free the buffers."""
+        self._threads.stop()
         self._preparation.close()
         self._held = None
 
@@ -298,7 +299,7 @@ class Saver:
         self._held = None
         self._in_flight = job
         job.pending.reopen()
-        self._thread.submit(lambda: self._write(job), pending=job.pending)
+        self._threads.submit(lambda: self._write(job), pending=job.pending)
 
     def _write(self, job: SaveJob) -> Committed:
         """On the background thread: the whole rest of a save."""
@@ -306,7 +307,7 @@ class Saver:
             job,
             folder=self._folder,
             peers=self._background,
-            work_off=lambda steps: self._thread.work_off(steps, pending=job.pending),
+            work_off=lambda steps: self._threads.work_off(steps, pending=job.pending),
             num_owners=self._num_owners,
             lock=self._lock,
         )

@@ -32,7 +32,7 @@ class Session:
     Attributes:
         opening: Which run and branch this is, and what it goes on from.
         control: All ranks, for the main thread.
-        background: All ranks, for the background thread.
+        background: All ranks, for the background threads.
         lock: Held by rank 0; None: this storage has none.
         saver: Saves.
         folder: The run's output_dir.

@@ -15,8 +15,8 @@ import torch
 from legato.checkpoint import Checkpointer, KeepLast
 from legato.checkpoint import preparation as preparation_module
 from legato.checkpoint import saver as saver_module
-from legato.checkpoint.background import BackgroundThread
 from legato.checkpoint.records import PendingSave
+from legato.checkpoint.threads import BackgroundThreads
 from legato.errors import CheckpointExistsError, CheckpointWriteError
 from legato.storage import LocalStorage
 from tests.helpers.faults import FaultyStorage, Operation
@@ -290,7 +290,7 @@ def test_whatever_a_task_raises_reaches_who_waits_and_the_thread_goes_on() -> No
     def fail() -> NoReturn:
         raise SystemExit("not an Exception")
 
-    thread = BackgroundThread()
+    thread = BackgroundThreads()
     for _ in (1, 2):
         pending = PendingSave(step=1, reason="interval")
         thread.submit(fail, pending=pending)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from legato.checkpoint import Checkpointer
-from legato.checkpoint.background import BackgroundThread
 from legato.checkpoint.records import Committed, PendingSave
+from legato.checkpoint.threads import BackgroundThreads
 from legato.storage import LocalStorage
 from legato.storage.base import Buffer
 
@@ -33,7 +33,7 @@ def test_what_is_written_is_computed_by_one_thread_and_training_keeps_its_own() 
         found.append(torch.get_num_threads())
         raise OSError("no disk")
 
-    background = BackgroundThread()
+    background = BackgroundThreads()
     background.submit(save, pending=PendingSave(step=1, reason="interval"))
     background.stop()
     later = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
@@ -52,7 +52,7 @@ def test_writing_steps_back_behind_training() -> None:
         raise OSError("no disk")
 
     before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    background = BackgroundThread()
+    background = BackgroundThreads()
     background.submit(save, pending=PendingSave(step=1, reason="interval"))
     background.stop()
     assert found == [min(before + 10, 19)]
@@ -80,7 +80,7 @@ def test_what_somebody_waits_for_steps_back_no_more() -> None:
 
     mine = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     pending = PendingSave(step=1, reason="interval")
-    background = BackgroundThread()
+    background = BackgroundThreads()
     background.submit(save, pending=pending)
     assert first_step.wait(timeout=60)
     assert pending.wait(timeout_seconds=60)
@@ -132,4 +132,4 @@ def test_a_sandbox_that_forbids_priorities_holds_up_nothing(
         raise PermissionError("seccomp")
 
     monkeypatch.setattr(os, "setpriority", forbidden)
-    BackgroundThread().stop()
+    BackgroundThreads().stop()
