@@ -14,6 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from legato.report.metrics import read_events
+from tests.helpers.faults import no_file_larger_than
 from tests.helpers.launches import Launched, free_port
 from tests.helpers.runs import legato, losses, steps_in, write_config
 
@@ -133,6 +134,21 @@ def test_more_processes_than_rows_are_refused(tmp_path: Path, tiny_model_dir: Pa
     assert code == 1
     assert output.splitlines()[-1].startswith("error: 3 processes, but only 2 rows to train on")
     assert output.count("3 processes, but") == 1
+
+
+def test_a_last_save_onto_a_full_disk_ends_with_3_and_the_rank_whose_disk_it_is(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    config = config_in(tmp_path, tiny_model_dir, final_save_patience_seconds=0)
+    with no_file_larger_than(50_000):
+        code, output = Launched(config).fail()
+    assert code == 3, output
+    [*_, error, log] = output.splitlines()
+    assert error.startswith("error: rank 0 failed first: step 2 could not be saved: ")
+    assert "File too large" in error
+    assert log == f"Its log: {tmp_path / 'out' / 'logs' / 'rank_0.log'}"
+    assert "given up" not in output
+    assert steps_in(tmp_path / "out") == []
 
 
 # What rank 1 alone finds, put into it by a module that Python imports at its start.

@@ -147,7 +147,7 @@ class Saver:
     ) -> PendingSave:
         """Collective: begin a save; see `Checkpointer.save`."""
         pending = PendingSave(step=step, reason=reason, times=SaveTimes())
-        self._finish_previous()
+        self._finish_previous(step)
         pending.times.waited_seconds = pending.times.since_start()
         if self._newest is not None and self._newest.step == step and self._is_there(step):
             return self._return_committed(pending, self._newest, metrics)
@@ -315,14 +315,16 @@ class Saver:
             self._keeper.committed(committed)
         return committed
 
-    def _finish_previous(self) -> None:
+    def _finish_previous(self, step: int) -> None:
         """One save in flight, one snapshot: wait for the one before; if it failed, retry it."""
         self._settle()
         if self._held is not None:
             self._submit(self._held)
             self._settle()
             if self._held is not None:
-                logger.warning("step %d is given up: a newer one takes its place", self._held.step)
+                if self._held.step != step:
+                    told = "step %d is given up: step %d takes its place"
+                    logger.warning(told, self._held.step, step)
                 self._held = None
         self._raise_if_asked()
 

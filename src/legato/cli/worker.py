@@ -94,7 +94,9 @@ def _end_of(error: BaseException, *, rank: int) -> RankEnd:
     if isinstance(error, StopRequested):
         return RankEnd(rank=rank, how="stopped", time=now, exit_code=error.exit_code)
     text = "".join(traceback.format_exception(error))
-    if isinstance(error, PeerLostError):
+    failed_rank = error.facts.get("rank") if isinstance(error, LegatoError) else None
+    if isinstance(error, PeerLostError) or failed_rank not in (None, rank):
+        assert isinstance(error, LegatoError)
         return RankEnd(
             rank=rank,
             how="lost",
@@ -102,7 +104,7 @@ def _end_of(error: BaseException, *, rank: int) -> RankEnd:
             exit_code=error.exit_code,
             message=error.message,
             is_final=error.facts.get("is_over", False),
-            lost_rank=error.facts.get("rank"),
+            lost_rank=failed_rank,
             traceback=text,
         )
     if isinstance(error, LegatoError):

@@ -263,4 +263,4 @@ def _rebuilt(told: Mapping[str, Any], fallback: type[LegatoError]) -> LegatoErro
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, LegatoError):
         return kind(text, **told["facts"])
-    return fallback(f"rank 0: {name}: {text}")
+    return fallback(f"rank 0: {name}: {text}", rank=0)

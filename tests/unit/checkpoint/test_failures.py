@@ -103,7 +103,7 @@ def test_a_save_that_fails_again_is_given_up_for_the_newer_one(
     with Checkpointer(tmp_path / "out", storage=FailingCommits(2)) as checkpointer:
         first = checkpointer.save(loop.state, step=loop.step())
         checkpointer.save(loop.state, step=loop.step())
-        assert "step 1 is given up: a newer one takes its place" in caplog.text
+        assert "step 1 is given up: step 2 takes its place" in caplog.text
         with pytest.raises(CheckpointWriteError, match="step 1 could not be saved"):
             first.result()
     assert visible(tmp_path / "out") == ["step_2"]
