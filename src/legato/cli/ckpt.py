@@ -26,7 +26,7 @@ def list_steps(run: RunArgument, as_json: AsJson = False) -> None:
     folder = open_run(run)
     steps = folder.steps()
     if not steps and not as_json:
-        typer.echo(f"{run} holds no checkpoint")
+        typer.echo(_none_in(run))
         return
     marks = {info.step: _marks(folder, info, steps) for info in steps}
     kept = kept_because(steps)
@@ -86,7 +86,7 @@ def verify(
         for step, problems in damage.items():
             typer.echo(f"step_{step}: {'; '.join(problems) if problems else 'intact'}")
         if not damage:
-            typer.echo(f"{path} holds no checkpoint")
+            typer.echo(_none_in(path))
     bad = [step for step, problems in damage.items() if problems]
     if bad:
         names = ", ".join(f"step_{step}" for step in bad)
@@ -126,6 +126,13 @@ def diff(first: StepArgument, second: StepArgument, as_json: AsJson = False) -> 
         typer.echo(f"{name}: {' -> '.join('none' if v is None else f'{v:.4g}' for v in values)}")
     for line in result["config"]:
         typer.echo(line)
+
+
+def _none_in(path: str | Path) -> str:
+    """No checkpoint in a folder, and which folders in it have some."""
+    runs = sorted({str(step.parent) for step in Path(path).glob("*/step_*")})
+    there = f"; there are some in {', '.join(runs)}" if runs else ""
+    return f"{path} holds no checkpoint{there}"
 
 
 def _marks(folder: RunFolder, info: StepInfo, steps: list[StepInfo]) -> list[str]:

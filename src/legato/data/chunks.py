@@ -305,7 +305,8 @@ class Account:
                 "of weight 0, and with train_on_inputs: true the others too"
             )
         fates = "; ".join(f"{sentence}: {count:,}" for sentence, count in self.tally.counts.items())
-        first = f" The first: {self.first_problem}" if self.first_problem else ""
+        problem = str(self.first_problem).rstrip(".")
+        first = f" The first: {problem}." if self.first_problem else ""
         raise DataError(
             f"{path}: nothing left to train on of {counted(self.num_rows, 'row')}: {fates}.{first} "
             f"{asked}.",

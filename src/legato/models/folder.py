@@ -30,6 +30,8 @@ TOKENIZER_FILES = (
 TEMPLATE_FILES = "*.jinja"
 """Glob of a chat template that isn't in tokenizer_config.json."""
 
+# Of the folders beside a mistyped one.
+_MOST_NAMED = 5
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _STEP_FOLDER = re.compile(r"step_(\d+)")
 # Keys of a config.json that say who wrote it, not what the model is.
@@ -92,8 +94,9 @@ def find_model(
             if name_or_path.startswith("pypi:")
             else ""
         )
+        near = _what_is_near(name_or_path)
         raise ModelNotFoundError(
-            f"{name_or_path}: there is no such folder.{remedy}", path=name_or_path
+            f"{name_or_path}: there is no such folder.{remedy}{near}", path=name_or_path
         )
     return _find_on_hub(name_or_path, revision=revision, local_only=local_only)
 
@@ -129,7 +132,21 @@ def _find_on_hub(hub_id: str, *, revision: str | None, local_only: bool) -> Mode
     return ModelFolder(Path(snapshot), hub_id, hub_id, Path(snapshot).name)
 
 
+def _what_is_near(path: str) -> str:
+    """What the folder holds that a mistyped path leads into; empty if it leads into none here."""
+    parents = Path(path).expanduser().parents
+    there = next((parent for parent in parents if parent.is_dir()), Path())
+    names = sorted(entry.name for entry in there.iterdir() if entry.is_dir())
+    names = [name for name in names if not name.startswith(".")]
+    if there in (Path(), Path("/")) or not names:
+        return ""
+    more = ", ..." if len(names) > _MOST_NAMED else ""
+    return f" {there} holds {', '.join(names[:_MOST_NAMED])}{more}."
+
+
 def _how_to_get(hub_id: str) -> str:
+    if near := _what_is_near(hub_id):
+        return near.strip()
     if "/" in hub_id:
         return f"Get it with: legato download {hub_id} --output-dir DIR, and give DIR instead"
     return (

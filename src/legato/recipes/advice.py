@@ -8,6 +8,7 @@ from legato.config.rules import is_lora
 from legato.config.schema import RunConfig
 from legato.models.lora import smallest_layer
 from legato.recipes.plan import rate_of
+from legato.words import counted
 
 
 def advise(config: RunConfig, *, module: nn.Module, total_steps: int) -> list[str]:
@@ -33,7 +34,7 @@ def advise(config: RunConfig, *, module: nn.Module, total_steps: int) -> list[st
         highest = rate_of(config.model_dump(mode="json"), total_steps=total_steps)(total_steps)
         told.append(
             f"lr_scheduler.num_warmup_steps: the warm-up of {warmup:,} steps isn't over when the "
-            f"run ends, after {total_steps:,} steps: the highest learning rate will be "
+            f"run ends, after {counted(total_steps, 'step')}: the highest learning rate will be "
             f"{highest:.3g}, not {config.optimizer.lr:.3g}. Set fewer, such as {total_steps // 10}."
         )
     if is_lora(config) and (found := smallest_layer(module)) and config.lora_rank > found[1]:

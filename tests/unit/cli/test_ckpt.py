@@ -132,6 +132,11 @@ def test_ls_of_a_run_without_a_config_says_nothing_of_why(
 def test_ls_of_an_empty_folder_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ckpt", "ls", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path} holds no checkpoint\n"
+    (tmp_path / "my" / "step_3").mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    assert main(["ckpt", "ls", str(tmp_path)]) == 0
+    told = f"{tmp_path} holds no checkpoint; there are some in {tmp_path / 'my'}\n"
+    assert capsys.readouterr().out == told
 
 
 def test_show_tells_files_and_how_the_save_went(

@@ -219,3 +219,16 @@ def test_a_config_is_told_by_its_values_whoever_wrote_them(folder: Path) -> None
     assert config_digest(folder) == first
     edit(folder / "config.json", rms_norm_eps=1e-3)
     assert config_digest(folder) != first
+
+
+@pytest.mark.parametrize("path", ["out/mine", "out/mine/latest"])
+def test_a_mistyped_path_is_answered_with_what_lies_beside_it(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("my", ".hidden", "other"):
+        (tmp_path / "out" / name).mkdir(parents=True)
+    with pytest.raises(ModelNotFoundError) as caught:
+        find_model(path)
+    assert str(caught.value).startswith(f"{path}: there is no such folder")
+    assert str(caught.value).endswith(". out holds my, other.")
