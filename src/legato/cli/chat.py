@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -24,7 +22,7 @@ from legato.cli.answering import (
     TrustRemoteCode,
     load_to_answer,
 )
-from legato.cli.errors import naming, told
+from legato.cli.errors import append_whole, told
 from legato.errors import LegatoError, UsageError
 
 HELP = "/save FILE keeps the conversation, /clear forgets it, /exit ends. Ctrl-C stops an answer."
@@ -163,13 +161,7 @@ class Conversation:
         if len(self.messages) == len(self._opening):
             raise UsageError("/save: nothing has been said yet")
         row = json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n"
-        before = file.stat().st_size if file.exists() else None
-        try:
-            with naming(file), file.open("a", encoding="utf-8") as opened:
-                opened.write(row)
-        except OSError:
-            _take_back(file, before)
-            raise
+        append_whole(file, row)
         typer.echo(f"added {len(self.messages)} messages to {file}", err=True)
 
     def _take(self, text: str) -> None:
@@ -192,15 +184,6 @@ class Conversation:
                 self.ask(text)
             except KeyboardInterrupt:
                 typer.echo("stopped; this turn is forgotten", err=True)
-
-
-def _take_back(file: Path, before: int | None) -> None:
-    """Half a row would make the others unreadable. ``before``: the file's bytes; None: no file."""
-    with contextlib.suppress(OSError):
-        if before is None:
-            file.unlink()
-        else:
-            os.truncate(file, before)
 
 
 def _typed_lines() -> Iterator[str]:

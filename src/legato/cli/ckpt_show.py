@@ -6,6 +6,8 @@ import datetime as dt
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from legato.words import counted
+
 if TYPE_CHECKING:
     from legato.checkpoint.manifest import Manifest
     from legato.checkpoint.records import StepInfo
@@ -69,12 +71,11 @@ def _what_it_is(manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield "holds", f"{_KINDS.get(manifest.kind, manifest.kind)}, {state}"
     at = dt.datetime.fromtimestamp(manifest.saved_at).isoformat(sep=" ", timespec="seconds")
     yield "saved", f"{at}, reason: {_REASONS.get(manifest.reason, manifest.reason)}"
-    ranks = "1 process" if manifest.world_size == 1 else f"{manifest.world_size} processes"
+    ranks = counted(manifest.world_size, "process", "processes")
     yield "run", f"{manifest.run_id}, branch {manifest.branch}, {ranks}"
     if manifest.metrics:
         yield "metrics", metrics_text(manifest.metrics)
-    files = "1 file" if len(manifest.files) == 1 else f"{len(manifest.files)} files"
-    yield "size", f"{human_bytes(manifest.size_bytes)} in {files}"
+    yield "size", f"{human_bytes(manifest.size_bytes)} in {counted(len(manifest.files), 'file')}"
 
 
 def _how_it_was_saved(save: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,29 @@ def naming(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.filename is None:
             error.filename = str(path)
+        raise
+
+
+def append_whole(file: Path, text: str) -> None:
+    """Append ``text`` to a file, made where it isn't there; or leave it as it was.
+
+    Args:
+        file: Text in UTF-8. Half a row would make its others unreadable.
+        text: Whole lines.
+
+    Raises:
+        OSError: It can't be written to; with its name.
+    """
+    before = file.stat().st_size if file.exists() else None
+    try:
+        with naming(file), file.open("a", encoding="utf-8") as opened:
+            opened.write(text)
+    except OSError:
+        with suppress(OSError):
+            if before is None:
+                file.unlink()
+            else:
+                os.truncate(file, before)
         raise
 
 

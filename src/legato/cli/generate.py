@@ -25,7 +25,7 @@ from legato.cli.answering import (
     load_to_answer,
     refuse_existing,
 )
-from legato.cli.errors import naming
+from legato.cli.errors import append_whole, naming
 from legato.cli.prompts import PromptRow, read_prompts
 from legato.errors import UsageError
 from legato.words import counted
@@ -175,17 +175,14 @@ def _kept(
     made_so_far = _partial(output)
     made_so_far.parent.mkdir(parents=True, exist_ok=True)
     lines: dict[int, str] = {}
+
+    def keep(made: Mapping[int, Answer]) -> None:
+        written = {number: line(number, answer) for number, answer in made.items()}
+        append_whole(made_so_far, "".join(written.values()))
+        lines.update(written)
+
     try:
-        with naming(made_so_far), made_so_far.open("x", encoding="utf-8") as file:
-
-            def keep(made: Mapping[int, Answer]) -> None:
-                written = {number: line(number, answer) for number, answer in made.items()}
-                with naming(made_so_far):
-                    file.writelines(written.values())
-                    file.flush()
-                lines.update(written)
-
-            yield keep
+        yield keep
         ordered = output.with_name(f".{output.name}.partial-{os.getpid()}")
         try:
             with naming(ordered), ordered.open("w", encoding="utf-8") as file:
@@ -197,10 +194,8 @@ def _kept(
         if lines:
             told = f"{len(lines)} of {num_asked} answers are in {made_so_far}"
             typer.echo(f"{told}, in the order in which they were made", err=True)
-        else:
-            made_so_far.unlink(missing_ok=True)
         raise
-    made_so_far.unlink()
+    made_so_far.unlink(missing_ok=True)
 
 
 def _partial(output: Path) -> Path:

@@ -130,8 +130,10 @@ def _next_step(result: RunResult) -> str:
     """Where the last checkpoint is, and what may be done with it."""
     last = result.saves[-1]
     latest = result.output_dir / "latest"
-    # Not every file system has links.
-    path = str(latest) if latest.exists() else last.path or ""
+    path = last.path or str(latest)
+    # Not every file system has links, and what has that name may be somebody's own.
+    if latest.exists() and latest.resolve() == Path(path).resolve():
+        path = str(latest)
     return f"done: step {last.step} is in {path}. Try it: legato chat {shlex.quote(path)}"
 
 

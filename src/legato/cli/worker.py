@@ -94,9 +94,9 @@ def _end_of(error: BaseException, *, rank: int) -> RankEnd:
     if isinstance(error, StopRequested):
         return RankEnd(rank=rank, how="stopped", time=now, exit_code=error.exit_code)
     text = "".join(traceback.format_exception(error))
-    failed_rank = error.facts.get("rank") if isinstance(error, LegatoError) else None
-    if isinstance(error, PeerLostError) or failed_rank not in (None, rank):
-        assert isinstance(error, LegatoError)
+    if isinstance(error, PeerLostError) or (
+        isinstance(error, LegatoError) and error.facts.get("rank", rank) != rank
+    ):
         return RankEnd(
             rank=rank,
             how="lost",
@@ -104,7 +104,7 @@ def _end_of(error: BaseException, *, rank: int) -> RankEnd:
             exit_code=error.exit_code,
             message=error.message,
             is_final=error.facts.get("is_over", False),
-            lost_rank=failed_rank,
+            lost_rank=error.facts.get("rank"),
             traceback=text,
         )
     if isinstance(error, LegatoError):

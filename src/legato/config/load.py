@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,10 +157,8 @@ def validate(
     except ValidationError as error:
         problems = [p for p in problems_of(error) if not p.path or p.path[0] not in skip]
         wrong = {str(p.path[0]) for p in problems_of(error) if p.path} | skip
-    kept = {name: value for name, value in values.items() if name not in wrong}
-    missing = {name: value for name, value in _STAND_INS.items() if name not in kept}
     try:
-        RunConfig.model_validate(missing | kept, context={"unreadable": frozenset(missing) | wrong})
+        _with_stand_ins(values, wrong)
     except ValidationError as error:
         told = {(p.path, p.message) for p in problems}
         problems += [p for p in problems_of(error) if (p.path, p.message) not in told]
@@ -171,15 +169,20 @@ def _look_at_rest(
     values: dict[str, Any], wrong: set[str], look: Callable[[RunConfig], Iterable[Problem]]
 ) -> list[Problem]:
     """What ``look`` says of the keys that nothing else is wrong with."""
-    kept = {name: value for name, value in values.items() if name not in wrong}
-    missing = {name: value for name, value in _STAND_INS.items() if name not in kept}
     try:
-        config = RunConfig.model_validate(
-            missing | kept, context={"unreadable": frozenset(missing) | wrong}
-        )
+        config = _with_stand_ins(values, wrong)
     except ValidationError:  # a combination is wrong that can't be told apart by its keys
         return []
-    return [problem for problem in look(config) if problem.path and problem.path[0] in kept]
+    right = values.keys() - wrong
+    return [problem for problem in look(config) if problem.path and problem.path[0] in right]
+
+
+def _with_stand_ins(values: dict[str, Any], wrong: Collection[str]) -> RunConfig:
+    """A config of the values that are right by themselves, with stand-ins for what it needs."""
+    kept = {name: value for name, value in values.items() if name not in wrong}
+    missing = {name: value for name, value in _STAND_INS.items() if name not in kept}
+    unreadable = frozenset(missing).union(wrong)
+    return RunConfig.model_validate(missing | kept, context={"unreadable": unreadable})
 
 
 def dump_yaml(config: RunConfig) -> str:

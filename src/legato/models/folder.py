@@ -136,9 +136,11 @@ def _what_is_near(path: str) -> str:
     """What the folder holds that a mistyped path leads into; empty if it leads into none here."""
     parents = Path(path).expanduser().parents
     there = next((parent for parent in parents if parent.is_dir()), Path())
-    names = sorted(entry.name for entry in there.iterdir() if entry.is_dir())
-    names = [name for name in names if not name.startswith(".")]
-    if there in (Path(), Path("/")) or not names:
+    if there in (Path(), Path("/")):
+        return ""
+    folders = sorted(entry.name for entry in there.iterdir() if entry.is_dir())
+    names = [name for name in folders if not name.startswith(".")]
+    if not names:
         return ""
     more = ", ..." if len(names) > _MOST_NAMED else ""
     return f" {there} holds {', '.join(names[:_MOST_NAMED])}{more}."

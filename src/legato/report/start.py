@@ -222,9 +222,8 @@ def _length(facts: StartFacts) -> str:
     steps = counted(facts.total_steps, "step")
     if facts.steps_per_epoch is None:
         return f"{steps} (the data is repeated where it ends before)"
-    epochs = "data repeated" if facts.epochs is None else f"{facts.epochs} epochs asked for"
-    if facts.epochs == 1:
-        epochs = "1 epoch asked for"
+    asked = None if facts.epochs is None else f"{counted(facts.epochs, 'epoch')} asked for"
+    epochs = asked or "data repeated"
     return f"{steps} ({facts.steps_per_epoch:,} an epoch, {epochs})"
 
 
