@@ -106,6 +106,19 @@ def test_one_process_of_a_distributed_recipe_is_a_run_like_any_other(
     assert losses(tmp_path / "out") == losses(tmp_path / "alone")
 
 
+def test_one_launched_process_that_fails_is_heard_and_not_restarted(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """One is launched like many: it has a log, and what is refused once isn't tried again."""
+    config = config_in(tmp_path, tiny_model_dir, max_seq_len=2)
+    run = Launched(config, "--max-restarts=2", num_processes=1)
+    _, output = run.fail()
+    assert output.count("nothing left to train on") == 1
+    assert "error: rank 0 failed first: " in output
+    log = (run.output_dir / "logs" / "rank_0.log").read_text()
+    assert log.count("--- rank 0 of 1, process ") == 1
+
+
 def test_several_processes_of_a_single_device_recipe_are_refused(
     tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -98,7 +98,7 @@ def _run_recipe(
         _launch(loaded, options, ["run", *words, "--config", config, *given], problems=problems)
         return
     with contextlib.ExitStack() as stack:
-        if placement is not None and placement.world_size > 1:
+        if placement is not None:
             from legato.cli.worker import as_rank
 
             stack.enter_context(as_rank(placement, output_dir=loaded.config.output_dir))
