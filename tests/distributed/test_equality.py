@@ -142,7 +142,7 @@ def test_three_ranks_take_the_step_of_one_device(tmp_path: Path) -> None:
 
 def test_four_ranks_take_the_step_of_one_device_also_as_copies(tmp_path: Path) -> None:
     cases = {name: CASES[name] for name in ("uneven vocabulary", "fewer rows than ranks")}
-    for name, copies in (("tied", 2), ("lora bf16", 2), ("tied", 4), ("nf4", 2)):
+    for name, copies in (("tied", 2), ("lora bf16", 2), ("tied", 4), ("nf4", 2), ("nf4", 4)):
         method, shape, changes = CASES[name]
         cases[f"{name}, {copies} copies"] = (method, shape, changes | {"dp_replicate": copies})
     compare(4, cases, tmp_path)

@@ -73,17 +73,20 @@ class Quantizer:
             block: A part of the model; changed in place.
 
         Returns:
-            The weights that can't be cut into even shards: each rank must keep them whole.
+            The weights that each rank must keep whole: they can't be cut into even shards, or there
+            is one shard only.
         """
         whole: set[nn.Parameter] = set()
         for module, sizes in _quantizable(block):
             full = self._base.read_whole(module, "weight").to(self._device)
             weight = nn.Parameter(quantize_weight(full), requires_grad=False)
             module.weight = weight
-            is_whole = not _cuts_evenly(full.shape, self._num_shards, *sizes)
-            if is_whole:
+            is_uneven = not _cuts_evenly(full.shape, self._num_shards, *sizes)
+            # Where there is but one shard, FSDP2 hands on one of the three tensors of an NF4Tensor
+            # (torch 2.13, wait_for_unshard); and there is nothing to cut.
+            if is_uneven or self._num_shards == 1:
                 whole.add(weight)
-            self._sizes.append((_nf4_bytes(full, *sizes), full.nbytes, is_whole))
+            self._sizes.append((_nf4_bytes(full, *sizes), full.nbytes, is_uneven))
         return whole
 
     def summary(self) -> QuantizedBase:
