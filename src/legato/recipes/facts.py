@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from legato.checkpoint import Committed
 from legato.config.schema import RunConfig
 from legato.data.show import marked_sample
 from legato.parallel.world import World
@@ -30,10 +31,23 @@ def start_facts(
     parts: RunParts,
     total_steps: int,
     checkpoint_bytes: int,
-    source: str | None = None,
-    resume_step: int = 0,
+    source: Committed | None,
 ) -> StartFacts:
-    """Collective: gather what the start block shows."""
+    """Collective: gather what the start block shows.
+
+    Args:
+        config: The run.
+        config_name: What it is called.
+        world: The ranks.
+        data: What is trained on.
+        parts: What is trained.
+        total_steps: Last step of the run.
+        checkpoint_bytes: Size of one checkpoint.
+        source: The step that the run goes on from; None: a fresh start.
+
+    Returns:
+        The facts, the same on every rank but for what this host has.
+    """
     reads = [num_bytes for num_bytes in world.gather(parts.bytes_read) if num_bytes is not None]
     return StartFacts(
         config_name=config_name,
@@ -69,8 +83,8 @@ def start_facts(
         checkpoint_bytes=checkpoint_bytes,
         output_dir=config.output_dir,
         free_bytes=free_bytes(Path(config.output_dir)),
-        resumes_from=source,
-        resume_step=resume_step,
+        resumes_from=source.path if source is not None else None,
+        resume_step=source.step if source is not None else 0,
         advice=tuple(advise(config, module=parts.model.module, total_steps=total_steps)),
     )
 

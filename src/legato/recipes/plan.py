@@ -207,6 +207,28 @@ def rate_of(config: Mapping[str, Any], *, total_steps: int) -> partial[float]:
     )
 
 
+def goes_on(
+    state: TrainState, config: RunConfig, loader: Loader | StreamLoader, *, total_steps: int
+) -> bool:
+    """Whether a resumed run has steps left; what is another than before is said, or why it ends.
+
+    Args:
+        state: As the checkpoint has it.
+        config: The one that is to go on.
+        loader: The run's.
+        total_steps: Last step of the run.
+
+    Returns:
+        False: nothing is left to do.
+    """
+    if state.step >= plan_last_step(config, total_steps=total_steps):
+        logger.info(_nothing_left(state.step, config, total_steps=total_steps))
+        return False
+    _say_new_batch(state, loader)
+    say_new_rate(state, config, total_steps=total_steps)
+    return True
+
+
 def say_new_rate(state: TrainState, config: RunConfig, *, total_steps: int) -> None:
     """Say what another length or schedule does to the learning rate of the steps that follow."""
     old_total, step = state.facts["total_steps"], state.step + 1
@@ -245,7 +267,7 @@ def compare_rates(
     return f"{same}; from step {parting} on another"
 
 
-def say_new_batch(state: TrainState, loader: Loader | StreamLoader) -> None:
+def _say_new_batch(state: TrainState, loader: Loader | StreamLoader) -> None:
     """Say where steps of another size go on in the data."""
     old, new = stored_global_batch(state.facts), loader.global_batch_size
     if old != new:
@@ -257,7 +279,7 @@ def say_new_batch(state: TrainState, loader: Loader | StreamLoader) -> None:
         )
 
 
-def nothing_left(step: int, config: RunConfig, *, total_steps: int) -> str:
+def _nothing_left(step: int, config: RunConfig, *, total_steps: int) -> str:
     """What a finished run says when it is started again."""
     if step >= total_steps:
         beyond = f"of {total_steps}" if step == total_steps else f"and {total_steps} are asked for"

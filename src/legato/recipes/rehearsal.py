@@ -19,12 +19,9 @@ from legato.recipes.output import refuse_others_files
 from legato.recipes.parts import build_parts
 from legato.recipes.plan import (
     begin_state,
-    nothing_left,
+    goes_on,
     plan_global_batch,
-    plan_last_step,
     plan_total_steps,
-    say_new_batch,
-    say_new_rate,
 )
 from legato.train.state import TrainState
 
@@ -66,12 +63,10 @@ def _rehearse(
     world: World,
 ) -> None:
     total_steps = plan_total_steps(config, data.loader)
-    if ahead.source is not None:
-        if state.step >= plan_last_step(config, total_steps=total_steps):
-            logger.info(nothing_left(state.step, config, total_steps=total_steps))
-            return
-        say_new_batch(state, data.loader)
-        say_new_rate(state, config, total_steps=total_steps)
+    if ahead.source is not None and not goes_on(
+        state, config, data.loader, total_steps=total_steps
+    ):
+        return
     # Before the model is loaded: a machine that runs out of memory says nothing of use.
     needs = estimate_memory(config, world=world)
     free = free_memory(world.device, num_sharing=world.local_world_size)
@@ -88,8 +83,7 @@ def _rehearse(
         checkpoint_bytes=checkpoint_bytes(
             sort_parts(parts.saved), with_state=not config.save_only_model
         ),
-        source=ahead.source.path if ahead.source else None,
-        resume_step=state.step,
+        source=ahead.source,
     )
     introduce(facts, data)
     refuse_full_disk(

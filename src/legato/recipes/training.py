@@ -28,14 +28,12 @@ from legato.recipes.output import open_metrics, output_folder, write_config
 from legato.recipes.parts import RunParts, build_parts, watched_metric
 from legato.recipes.plan import (
     begin_state,
-    nothing_left,
+    goes_on,
     num_saves,
     plan_global_batch,
     plan_last_step,
     plan_total_steps,
     rate_of,
-    say_new_batch,
-    say_new_rate,
 )
 from legato.recipes.policies import keep_policy, save_policy, step_set
 from legato.recipes.ranks import (
@@ -171,13 +169,10 @@ def _run_on(
     world: World,
 ) -> RunResult:
     total_steps = plan_total_steps(config, data.loader)
-    last_step = plan_last_step(config, total_steps=total_steps)
-    if checkpointer.source is not None and state.step >= last_step:
-        logger.info(nothing_left(state.step, config, total_steps=total_steps))
+    if checkpointer.source is not None and not goes_on(
+        state, config, data.loader, total_steps=total_steps
+    ):
         return RunResult(output_dir=Path(config.output_dir), last_step=state.step)
-    if checkpointer.source is not None:
-        say_new_batch(state, data.loader)
-        say_new_rate(state, config, total_steps=total_steps)
 
     parts = build_parts(config, data, world=world, state=state)
     shown = partial(byte_bar, "restoring") if world.is_main else None
@@ -190,7 +185,10 @@ def _run_on(
         "inputs": data.inputs,
     }
     planned = num_saves(
-        config, step=state.step, last_step=last_step, steps_per_epoch=data.loader.steps_per_epoch
+        config,
+        step=state.step,
+        last_step=plan_last_step(config, total_steps=total_steps),
+        steps_per_epoch=data.loader.steps_per_epoch,
     )
     checkpointer.check_space(parts.saved, planned_saves=planned)
     facts = start_facts(
@@ -201,8 +199,7 @@ def _run_on(
         parts=parts,
         total_steps=total_steps,
         checkpoint_bytes=checkpointer.checkpoint_bytes(parts.saved),
-        source=checkpointer.source.path if checkpointer.source else None,
-        resume_step=state.step,
+        source=checkpointer.source,
     )
     world.on_rank_0(lambda: write_config(config, config_name=config_name, config_yaml=config_yaml))
     if world.is_main:
