@@ -6,6 +6,7 @@ a signal after a saved checkpoint.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -24,6 +25,17 @@ LESS_MEMORY = (
     "as they are), a smaller max_seq_len, enable_activation_checkpointing=true or, in the LoRA "
     "recipes, quantize_base=nf4: docs/memory.md."
 )
+
+_MAKE_ROOM = "Make room there, or choose another place."
+_BE_ALLOWED = "Put its rights in order, or choose another place."
+_REMEDIES = {
+    errno.ENOSPC: _MAKE_ROOM,
+    errno.EDQUOT: _MAKE_ROOM,
+    errno.EFBIG: "Choose a place that takes files of this size.",
+    errno.EACCES: _BE_ALLOWED,
+    errno.EPERM: _BE_ALLOWED,
+    errno.EROFS: "It can only be read: choose another place.",
+}
 
 
 def run_app(build_app: Callable[[], typer.Typer], words: Sequence[str], *, debug: bool) -> int:
@@ -80,9 +92,10 @@ def _end(error: BaseException) -> int:
 
 
 def told(error: OSError) -> str:
-    """What the system says, of which file."""
+    """What the system says, of which file, and what helps where that is known."""
     place = "" if error.filename is None else f"{error.filename}: "
-    return f"{place}{error.strerror or error}"
+    remedy = _REMEDIES.get(error.errno or 0, "")
+    return f"{place}{error.strerror or error}" + (f". {remedy}" if remedy else "")
 
 
 @contextmanager

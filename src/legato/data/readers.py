@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import re
+import shlex
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -124,7 +125,13 @@ def _lines(stream: IO[bytes], file: Path) -> Iterator[bytes]:
     try:
         yield from stream
     except _UNREADABLE as error:
-        raise DataError(f"{file}: can't be read to its end: {error}", path=str(file)) from error
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: Path, error: Exception) -> DataError:
+    test = {".gz": "gzip -t", ".zst": "zstd -t"}.get(file.suffix.lower())
+    remedy = f" Fetch or make it again; `{test} {shlex.quote(str(file))}` tests it." if test else ""
+    return DataError(f"{file}: can't be read to its end: {error}.{remedy}", path=str(file))
 
 
 def _as_row(value: object, sample_id: str, where: str) -> Row | BadRow:
@@ -237,7 +244,7 @@ def _text_lines(stream: IO[bytes], file: Path, problems: dict[int, str]) -> Iter
                     problems |= {number: problem} if problem else {}
                 yield line
         except _UNREADABLE as error:
-            raise DataError(f"{file}: can't be read to its end: {error}", path=str(file)) from error
+            raise _unreadable(file, error) from error
 
 
 def _refuse_doubles(names: Sequence[str], where: str) -> None:

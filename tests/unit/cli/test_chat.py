@@ -91,7 +91,7 @@ def test_a_save_onto_a_full_disk_is_told_and_leaves_no_half_row(
         file.write_text(row)
     with no_file_larger_than(100):
         conversation, _ = talk(echo, ["a" * 200, f"/save {file}", "two"])
-    assert f"error: {file}: File too large" in capsys.readouterr().err
+    assert f"error: {file}: File too large. Choose a place that takes" in capsys.readouterr().err
     assert not file.exists() if is_new else file.read_text() == row
     assert len(conversation.messages) == 4
 

@@ -196,7 +196,11 @@ def run_raising(error: BaseException, *, debug: bool = False) -> int:
         (lambda: typer.Exit(4), 4, ""),
         (lambda: SystemExit(5), 5, ""),
         (lambda: SystemExit(None), 0, ""),
-        (lambda: PermissionError(13, "Denied", "/x"), 1, "error: /x: Denied\n"),
+        (
+            lambda: PermissionError(13, "Denied", "/x"),
+            1,
+            "error: /x: Denied. Put its rights in order, or choose another place.\n",
+        ),
         (MemoryError, 1, f"error: out of memory: MemoryError\n{LESS_MEMORY}\n"),
         (
             lambda: RuntimeError("DefaultCPUAllocator: can't allocate memory: 4 bytes"),

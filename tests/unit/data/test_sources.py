@@ -289,6 +289,7 @@ def test_damaged_compressed_bytes_are_one_error(
         with pytest.raises(DataError) as caught:
             list(read_rows(str(path)))
         assert str(caught.value).startswith(f"{path}: can't be read to its end: ")
+        assert str(caught.value).endswith(f" -t {path}` tests it.")
 
 
 def test_a_csv_row_that_cannot_be_used_is_named_and_the_next_one_is_read(tmp_path: Path) -> None:
