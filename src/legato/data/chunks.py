@@ -304,6 +304,8 @@ class Account:
                 "Trained are the turns that roles_to_train and turns_to_train name, but for those "
                 "of weight 0, and with train_on_inputs: true the others too"
             )
+        elif counts.get(BAD) == self.num_rows:
+            asked = "Mend them, or see whether type and columns are those of these rows"
         fates = "; ".join(f"{sentence}: {count:,}" for sentence, count in self.tally.counts.items())
         problem = str(self.first_problem).rstrip(".")
         first = f" The first: {problem}." if self.first_problem else ""

@@ -147,10 +147,11 @@ def _what_is_near(path: str) -> str:
 
 
 def _how_to_get(hub_id: str) -> str:
-    if near := _what_is_near(hub_id):
-        return near.strip()
     if "/" in hub_id:
-        return f"Get it with: legato download {hub_id} --output-dir DIR, and give DIR instead"
+        return (
+            f"Get it with: legato download {hub_id} --output-dir DIR, and give DIR instead."
+            f"{_what_is_near(hub_id)}"
+        )
     return (
         "Most names on the hub are org/name: legato download org/name --output-dir DIR, and give "
         f"DIR instead.{_looked_for(hub_id)}"

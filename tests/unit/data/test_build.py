@@ -183,6 +183,16 @@ def test_nothing_left_to_train_on_is_an_error_that_names_the_limit(tmp_path: Pat
     )
 
 
+def test_rows_of_which_none_can_be_read_are_not_blamed_on_the_length(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("{\n[]\n")
+    with pytest.raises(DataError) as caught:
+        build(path, on_bad_row="skip")
+    assert "nothing left to train on of 2 rows: " in str(caught.value)
+    assert str(caught.value).endswith(" whether type and columns are those of these rows.")
+    assert "max_seq_len" not in str(caught.value)
+
+
 def test_rows_of_which_no_turn_is_trained_are_not_blamed_on_the_length(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "a", "weight": 0}]

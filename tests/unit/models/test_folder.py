@@ -232,3 +232,7 @@ def test_a_mistyped_path_is_answered_with_what_lies_beside_it(
         find_model(path)
     assert str(caught.value).startswith(f"{path}: there is no such folder")
     assert str(caught.value).endswith(". out holds my, other.")
+    # It may be the name of a hub model as well.
+    assert (f"legato download {path} --output-dir DIR" in str(caught.value)) == (
+        path.count("/") == 1
+    )
