@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,18 @@ def test_a_full_run_is_a_whole_model(
     assert ask(latest, capsys).strip()
     assert legato("merge", latest, "--output-dir", tmp_path / "merged") == 1
     assert "is a whole model already, no adapter" in capsys.readouterr().err
+    exported = tmp_path / "model.gguf"
+    assert legato("export", "gguf", latest, "--output", exported) == 0
+    exported.unlink()
+    damaged = shutil.copytree(latest.resolve(), tmp_path / "damaged")
+    weights = bytearray((damaged / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (damaged / "model.safetensors").write_bytes(weights)
+    for words in (["push", damaged, "me/mine", "--dry-run"], ["export", "gguf", damaged]):
+        where = ["--output", exported] if words[0] == "export" else []
+        assert legato(*words, *where) == 1
+        assert "are damaged: not what was saved. Use another step" in capsys.readouterr().err
+    assert not exported.exists()
     # The run's own data are prompts as they stand.
     answers = tmp_path / "answers.jsonl"
     words = ["--prompts", tmp_path / "orders.jsonl", "--output", answers, "--limit", "3"]

@@ -27,7 +27,7 @@ _Check = Callable[[Storage, str, FileEntry], str | None]
 
 # What a disk says of bytes that are gone. Any other error (no rights, a network that hangs) may be
 # over in a minute, and says nothing of the step.
-_LOST = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
+_LOST = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO)
 
 
 def inspect(storage: Storage, path: str) -> StepInfo:

@@ -126,19 +126,22 @@ def read_variables(words: Sequence[str]) -> dict[str, Any]:
     return variables
 
 
-def refuse_damaged(folder: str) -> None:
+def refuse_damaged(folder: str, *, leaves: bool = False) -> None:
     """Stop before any work when an adapter in a step folder isn't what was saved.
 
     Args:
         folder: A folder or a hub id.
+        leaves: It is about to be handed on, and is read from end to end for that: a whole model is
+            compared, too.
 
     Raises:
         LegatoError: No such folder, or a file of it is damaged.
     """
-    from legato.checkpoint.sound import check_adapter
+    from legato.checkpoint.sound import check_adapter, check_step
     from legato.models.folder import find_model
 
-    check_adapter(find_model(folder).path)
+    check = check_step if leaves else check_adapter
+    check(find_model(folder).path)
 
 
 def dtype_of(name: str) -> Any:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from legato.cli.answering import refuse_damaged
+
 app = typer.Typer(no_args_is_help=True, help="Write a model in another tool's format.")
 
 
@@ -43,6 +45,7 @@ def gguf(
     from legato.export import export_gguf
 
     show_log()
+    refuse_damaged(folder, leaves=True)
     made = export_gguf(folder, output=output, dtype=dtype, converter=converter)
     compared = (
         "its tokens, stop token and chat template are the folder's, its logits weren't compared"

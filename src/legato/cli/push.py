@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from legato.cli.answering import refuse_damaged
+
 
 def push(
     folder: Annotated[
@@ -47,6 +49,7 @@ def push(
     from legato.models.push import push as send
 
     show_log()
+    refuse_damaged(folder, leaves=True)
     plan = plan_push(folder, hub_id, base_model=base_model, licence=licence)
     if dry_run:
         rows = [(name, f"{size:,}") for name, size in plan.sizes().items()]

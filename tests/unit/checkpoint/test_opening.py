@@ -446,9 +446,10 @@ class UnreadableStorage(StorageWrapper):
         raise OSError(self.number, "as the system says", path)
 
 
-def test_a_disk_that_lost_a_file_tears_its_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [errno.EIO, errno.ELOOP])
+def test_a_disk_that_lost_a_file_tears_its_step(tmp_path: Path, number: int) -> None:
     save_steps(tmp_path / "out", 1)
-    found = inspect(UnreadableStorage(errno.EIO), str(tmp_path / "out/step_1"))
+    found = inspect(UnreadableStorage(number), str(tmp_path / "out/step_1"))
     assert found.status == "torn"
 
 

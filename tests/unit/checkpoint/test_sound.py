@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from legato.checkpoint.manifest import FileEntry, Kind, Manifest
-from legato.checkpoint.sound import check_adapter
+from legato.checkpoint.sound import check_adapter, check_step
 from legato.errors import CheckpointTornError, FolderFormatError
 
 FILES = {"adapter_model.safetensors": b"weights", "adapter_config.json": b"{}", "run.yaml": b"a: 1"}
@@ -67,9 +67,21 @@ def test_a_whole_models_weights_arent_read(tmp_path: Path) -> None:
     (step / "adapter_config.json").unlink()
     flip(step / "adapter_model.safetensors")
     check_adapter(step)
+    with pytest.raises(CheckpointTornError, match="the bytes from 0 on are damaged"):
+        check_step(step)
 
 
 def test_somebody_elses_manifest_beside_a_model_is_none_of_our_business(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"name": "a web page"}')
     (tmp_path / "config.json").write_text("{}")
     check_adapter(tmp_path)
+    check_step(tmp_path)
+
+
+@pytest.mark.parametrize("manifest", [b"", b"{", b"[" * 100_000, b"3", b'{"format": 1}'])
+def test_a_damaged_manifest_is_not_taken_for_somebody_elses(
+    tmp_path: Path, manifest: bytes
+) -> None:
+    (tmp_path / "manifest.json").write_bytes(manifest)
+    with pytest.raises(FolderFormatError, match="not a valid manifest"):
+        check_step(tmp_path)
