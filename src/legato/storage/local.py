@@ -76,7 +76,9 @@ class LocalStorage:
             _write_all(fd, 0, data, path)
 
     def read_bytes(self, path: str) -> bytes:
-        """Return the content of a file."""
+        """Return the content of a file; ``FileNotFoundError`` if it is a pipe, which never ends."""
+        if stat.S_ISFIFO(os.stat(path).st_mode):
+            raise FileNotFoundError(errno.ENOENT, "a pipe is there, no file", path)
         return Path(path).read_bytes()
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -451,6 +452,16 @@ def test_a_disk_that_lost_a_file_tears_its_step(tmp_path: Path, number: int) -> 
     save_steps(tmp_path / "out", 1)
     found = inspect(UnreadableStorage(number), str(tmp_path / "out/step_1"))
     assert found.status == "torn"
+
+
+def test_a_manifest_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    save_steps(tmp_path / "out", 1)
+    manifest = tmp_path / "out/step_1/manifest.json"
+    manifest.unlink()
+    os.mkfifo(manifest)
+    found = inspect(LocalStorage(), str(manifest.parent))
+    assert found.status == "torn"
+    assert "a pipe is there, no file" in str(found.problem)
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE, errno.ETIMEDOUT])
