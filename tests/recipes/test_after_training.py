@@ -121,7 +121,7 @@ def test_every_command_of_the_page_exists(capsys: pytest.CaptureFixture[str]) ->
     commands = [
         line.partition("legato ")[2] for line in lines if line.startswith(("legato", "cat"))
     ]
-    assert len(commands) == 11
+    assert len(commands) == 12
     for command in commands:
         words = shlex.split(command)
         assert words[0] in VERBS
