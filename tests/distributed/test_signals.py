@@ -135,6 +135,16 @@ def test_a_signal_while_the_processes_start_ends_them_and_nobody_restarts_them(
     assert code == 143, output
 
 
+def test_ctrl_c_while_the_processes_import_is_no_failure_of_theirs(endless: Path) -> None:
+    run = Launched(endless)
+    logs = [run.output_dir / "logs" / f"rank_{rank}.log" for rank in range(2)]
+    run.wait_until(lambda: all(log.exists() for log in logs), "the start of both ranks")
+    run.send(signal.SIGINT)
+    code, output = run.end(within_seconds=60)
+    assert code == 130, output
+    assert "failed" not in output
+
+
 def test_when_the_launcher_is_killed_the_ranks_save_and_end(endless: Path) -> None:
     run = Launched(endless)
     run.wait_for_step(3)

@@ -17,7 +17,7 @@ from typing import TextIO
 
 import typer
 
-from legato.cli.errors import LESS_MEMORY, is_out_of_memory
+from legato.cli.errors import INTERRUPTED, LESS_MEMORY, is_out_of_memory
 from legato.errors import LegatoError, PeerLostError, StopRequested, WorldError
 from legato.parallel.placement import Placement
 from legato.parallel.reports import RankEnd, clear_end, is_over, launch_folder, write_end
@@ -93,6 +93,8 @@ def _end_of(error: BaseException, *, rank: int) -> RankEnd:
     now = time.time()
     if isinstance(error, StopRequested):
         return RankEnd(rank=rank, how="stopped", time=now, exit_code=error.exit_code)
+    if isinstance(error, KeyboardInterrupt):  # Ctrl-C before training takes signals
+        return RankEnd(rank=rank, how="stopped", time=now, exit_code=INTERRUPTED)
     text = "".join(traceback.format_exception(error))
     if isinstance(error, PeerLostError) or (
         isinstance(error, LegatoError) and error.facts.get("rank", rank) != rank

@@ -31,8 +31,8 @@ class RankEnd:
 
     Attributes:
         rank: Which one.
-        how: ``done``; ``stopped`` by a signal after a save; ``failed`` by an error of its own;
-            ``lost``: by the end of another one.
+        how: ``done``; ``stopped`` by a signal, after a save where a step was done; ``failed`` by an
+            error of its own; ``lost``: by the end of another one.
         time: Seconds since 1970.
         exit_code: What the command is to end with.
         message: The error's; empty if there is none.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -187,6 +188,20 @@ def test_verify_reads_every_byte(run: Path, capsys: pytest.CaptureFixture[str]) 
     captured = capsys.readouterr()
     assert "model.safetensors: the bytes from " in captured.out
     assert captured.err.endswith("error: step_2: damaged; don't use it\n")
+
+
+def test_a_step_that_is_pruned_while_a_run_is_verified_is_not_damaged(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = byte_bar.byte_bar
+
+    def prune_first(*words: Any, **options: Any) -> Any:
+        shutil.rmtree(run / "step_1")
+        return real(*words, **options)
+
+    monkeypatch.setattr(byte_bar, "byte_bar", prune_first)
+    assert main(["ckpt", "verify", str(run)]) == 0
+    assert capsys.readouterr().out == "step_2: intact\nstep_4: intact\n"
 
 
 def test_verify_json_maps_steps_to_problems(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
