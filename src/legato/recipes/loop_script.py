@@ -12,24 +12,15 @@ or a loss that isn't finite asks for: such an end leaves the newest checkpoint a
 
 import logging
 import sys
-from datetime import date
 
 from legato import RunConfig, load_config
 from legato.errors import ConfigError
 from legato.parallel.world import World
-from legato.recipes.data import open_run_data
-from legato.recipes.inputs import check_inputs
+from legato.recipes.beginning import begin_run
 from legato.recipes.parts import build_parts
-from legato.recipes.plan import (
-    check_changes,
-    plan_global_batch,
-    plan_total_steps,
-    rate_of,
-    read_state,
-)
+from legato.recipes.plan import plan_last_step, plan_total_steps, rate_of
 from legato.recipes.training import open_checkpointer
 from legato.train.determinism import repeated_bits
-from legato.train.state import TrainState, process_facts
 from legato.train.step import train_step
 
 logger = logging.getLogger("legato.script")
@@ -57,53 +48,48 @@ def main(config_file: str, *overrides: str) -> None:
         open_checkpointer(
             config, config_name=loaded.name, config_yaml=loaded.yaml, start_over=False, world=world
         ) as checkpointer,
+        begin_run(config, checkpointer, world=world, accept_changes=False) as (state, data),
     ):
-        state = TrainState(
-            facts={"start_date": date.today().isoformat()}, process=process_facts(world.device)
-        )
-        if checkpointer.source is not None:
-            state.load_state_dict(read_state(checkpointer, checkpointer.source))
-            check_changes(state, config, world_size=1, accept=False)
-        rows = plan_global_batch(config, state.facts, world_size=1)
-        with open_run_data(config, state, global_batch_size=rows, world=world) as data:
-            parts = build_parts(config, data, world=world, state=state)
-            if checkpointer.source is not None:
-                check_inputs(state, config, data, accept=False)
-            checkpointer.restore(parts.saved)
+        parts = build_parts(config, data, world=world, state=state)
+        checkpointer.restore(parts.saved)
 
-            values = config.model_dump(mode="json")
-            total_steps = plan_total_steps(config, data.loader)
-            state.facts |= {"config": values, "total_steps": total_steps, "global_batch_size": rows}
-            state.facts["inputs"] = data.inputs
-            learning_rate = rate_of(values, total_steps=total_steps)
-            last_step = min(total_steps, config.stop_after_step or total_steps)
-            for step in range(state.step + 1, last_step + 1):
-                fetched = data.loader.fetch(step)
-                result = train_step(
-                    fetched.batches,
-                    model=parts.model,
-                    optimizer=parts.optimizer,
-                    world=world,
-                    lr=learning_rate(step),
-                    step=step,
-                    seed=config.seed,
-                    clip_grad_norm=config.clip_grad_norm,
-                    on_nonfinite=config.on_nonfinite,
-                    before_update=checkpointer.wait_staged,
-                )
-                state.advance(
-                    rows=fetched.num_rows,
-                    tokens=result.num_tokens,
-                    loss=0.0 if result.skipped else result.loss,
-                    loss_tokens=0 if result.skipped else result.num_loss_tokens,
-                    data_place=fetched.data_place,
-                )
-                logger.info("step %d/%d  loss %.4f", step, total_steps, result.loss)
-                if reason := checkpointer.due(step, epoch_end=fetched.ends_epoch):
-                    checkpointer.save(parts.saved, step=step, reason=reason)
-                for save in checkpointer.poll():  # tries a failed save again, too
-                    logger.info("step %d: %s", save.step, save.path or save.error)
-            checkpointer.save(parts.saved, step=state.step, reason="final")
+        values = config.model_dump(mode="json")
+        total_steps = plan_total_steps(config, data.loader)
+        state.facts |= {
+            "config": values,
+            "total_steps": total_steps,
+            "global_batch_size": data.loader.global_batch_size,
+            "inputs": data.inputs,
+        }
+        learning_rate = rate_of(values, total_steps=total_steps)
+        last_step = plan_last_step(config, total_steps=total_steps)
+        for step in range(state.step + 1, last_step + 1):
+            fetched = data.loader.fetch(step)
+            result = train_step(
+                fetched.batches,
+                model=parts.model,
+                optimizer=parts.optimizer,
+                world=world,
+                lr=learning_rate(step),
+                step=step,
+                seed=config.seed,
+                clip_grad_norm=config.clip_grad_norm,
+                on_nonfinite=config.on_nonfinite,
+                before_update=checkpointer.wait_staged,
+            )
+            state.advance(
+                rows=fetched.num_rows,
+                tokens=result.num_tokens,
+                loss=0.0 if result.skipped else result.loss,
+                loss_tokens=0 if result.skipped else result.num_loss_tokens,
+                data_place=fetched.data_place,
+            )
+            logger.info("step %d/%d  loss %.4f", step, total_steps, result.loss)
+            if reason := checkpointer.due(step, epoch_end=fetched.ends_epoch):
+                checkpointer.save(parts.saved, step=step, reason=reason)
+            for save in checkpointer.poll():  # tries a failed save again, too
+                logger.info("step %d: %s", save.step, save.path or save.error)
+        checkpointer.save(parts.saved, step=state.step, reason="final")
 
 
 def refuse_left_out(config: RunConfig) -> None:

@@ -1,31 +1,19 @@
-"""What a config, and the checkpoint it resumes from, make of a run: length, batches, rate."""
+"""What a config makes of a run, as values: length, batches, rate, number of checkpoints."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
-from datetime import date
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from legato.checkpoint import Checkpointer, Committed
-from legato.checkpoint.foresight import Foresight
-from legato.config.resume import diff_on_resume
 from legato.config.schema import RunConfig
 from legato.data.loader import Loader
 from legato.data.stream import StreamLoader
-from legato.errors import ResumeError
 from legato.optim.schedule import learning_rate
-from legato.parallel.world import World
-from legato.recipes.inputs import judged_by_contents
 from legato.recipes.policies import planned_saves
-from legato.train.state import TrainState, process_facts
-
-logger = logging.getLogger(__name__)
 
 # In a longer run a step that is due twice is counted twice: walking to each would take a while.
 _MAX_WALKED = 100_000
-_NO_HELP = " --accept-changes can't help: a checkpoint's tensors are as they were with the old %s."
 
 
 def plan_global_batch(config: RunConfig, facts: Mapping[str, Any], *, world_size: int) -> int:
@@ -50,130 +38,20 @@ def plan_global_batch(config: RunConfig, facts: Mapping[str, Any], *, world_size
 
 
 def stored_global_batch(facts: Mapping[str, Any]) -> int:
-    """The global batch of a checkpoint."""
+    """Rows of one optimizer step, as ``facts`` of a checkpoint's training state have them."""
     return int(facts["global_batch_size"])
 
 
-def begin_state(
-    config: RunConfig, opened: Checkpointer | Foresight, *, world: World, accept_changes: bool
-) -> TrainState:
-    """Collective: the state that a run begins with; a resumed one's config is held against it.
-
-    Args:
-        config: The run.
-        opened: Says which step it goes on from.
-        world: The ranks.
-        accept_changes: Only warn of what a run shouldn't change.
-
-    Returns:
-        A new state, or that of the step.
-
-    Raises:
-        ResumeError: The step holds none, or a field changed that a run can't change.
-    """
-    state = TrainState(
-        facts={"start_date": world.control.broadcast(date.today().isoformat())},
-        process=process_facts(world.device),
-    )
-    if opened.source is not None:
-        stored = read_state(opened, opened.source)
-        state.load_state_dict(stored)
-        say_new_process(stored.get("process", {}), state)
-        check_changes(state, config, world_size=world.world_size, accept=accept_changes)
-    return state
-
-
-def read_state(opened: Checkpointer | Foresight, source: Committed) -> dict[str, Any]:
-    """What the run knew at ``source``.
-
-    Args:
-        opened: The run.
-        source: The step to resume from.
-
-    Returns:
-        The training state, as JSON values.
-
-    Raises:
-        ResumeError: The step holds no training state; ``.path``.
-    """
-    if stored := opened.read_trainer_state(source):
-        return stored
-    merged, first = source.path, ""
-    if source.manifest.kind == "adapter":
-        merged, first = "DIR", f"merge it (legato merge {source.path} --output-dir DIR) and "
-    raise ResumeError(
-        f"{source.path} holds weights and no training state (it was saved with save_only_model, or "
-        "keep_last_n_states took the state away): a run can't go on from it, whatever "
-        f"allow_missing says. Resume from a step with a state folder, or {first}begin a new run "
-        f"with model={merged} and another output_dir.",
-        path=source.path,
-    )
-
-
-def check_changes(state: TrainState, config: RunConfig, *, world_size: int, accept: bool) -> None:
-    """Hold the config against the resumed run's.
-
-    Paths whose contents the checkpoint tells are left to
-    :func:`~legato.recipes.inputs.check_inputs`.
-
-    Args:
-        state: As the checkpoint has it.
-        config: The one that is to go on.
-        world_size: Number of processes now.
-        accept: Only warn of what a run shouldn't change; what it can't change stays an error.
-
-    Raises:
-        ResumeError: A field changed that a run can't change; ``.changes``.
-    """
-    refused, warned = diff_on_resume(
-        state.facts["config"],
-        config,
-        global_batch_size=stored_global_batch(state.facts),
-        world_size=world_size,
-        by_contents=judged_by_contents(state),
-    )
-    for change in warned:
-        logger.warning("changed since the checkpoint: %s", change)
-    if not refused:
-        return
-    fixed = [change for change in refused if change.is_fixed]
-    if accept and not fixed:
-        for change in refused:
-            logger.warning("changed since the checkpoint, accepted: %s", change)
-        return
-    listed = fixed if accept else refused
-    raise ResumeError(
-        f"{config.output_dir} holds a run with another config:\n  "
-        + "\n  ".join(str(change) for change in listed)
-        + "\nPut these back, "
-        + ("" if fixed else "add --accept-changes to go on all the same, ")
-        + "or train anew with another output_dir (or resume_from_checkpoint=false and "
-        "--start-over)." + (_NO_HELP % ", ".join(change.key for change in fixed) if fixed else ""),
-        changes=[str(change) for change in listed],
-    )
-
-
-def say_new_process(before: Mapping[str, Any], state: TrainState) -> None:
-    """Say what computes now and didn't, where a resumed run's bits depend on it.
-
-    Args:
-        before: ``process`` of the checkpoint; what isn't known there isn't compared.
-        state: This process's.
-    """
-    changes = [
-        f"{name} was {before[name]}, is {now}"
-        for name, now in state.process.items()
-        if before.get(name, now) != now
-    ]
-    if changes:
-        logger.info(
-            "%s: the run goes on from the same values, and may compute other last bits",
-            "; ".join(changes),
-        )
-
-
 def plan_total_steps(config: RunConfig, loader: Loader | StreamLoader) -> int:
-    """Whichever of ``epochs`` and ``max_steps`` comes first, in optimizer steps."""
+    """Whichever of ``epochs`` and ``max_steps`` comes first, in optimizer steps.
+
+    Args:
+        config: The run; one of the two is set.
+        loader: Knows how many steps an epoch has. A stream doesn't, and only ``max_steps`` ends it.
+
+    Returns:
+        The run's last step, from 1; 0: nothing is trained.
+    """
     by_epochs = None
     if isinstance(loader, Loader) and config.epochs is not None:
         by_epochs = loader.last_step_of(config.epochs)
@@ -182,7 +60,7 @@ def plan_total_steps(config: RunConfig, loader: Loader | StreamLoader) -> int:
 
 
 def plan_last_step(config: RunConfig, *, total_steps: int) -> int:
-    """The step that this process ends at: the run's last one, or ``stop_after_step``."""
+    """The step that this process ends at: ``total_steps``, or ``stop_after_step`` before it."""
     stop = config.stop_after_step
     return total_steps if stop is None else min(total_steps, stop)
 
@@ -204,92 +82,6 @@ def rate_of(config: Mapping[str, Any], *, total_steps: int) -> partial[float]:
         peak=config["optimizer"]["lr"],
         num_warmup_steps=schedule["num_warmup_steps"],
         total_steps=schedule["num_training_steps"] or total_steps,
-    )
-
-
-def goes_on(
-    state: TrainState, config: RunConfig, loader: Loader | StreamLoader, *, total_steps: int
-) -> bool:
-    """Whether a resumed run has steps left; what is another than before is said, or why it ends.
-
-    Args:
-        state: As the checkpoint has it.
-        config: The one that is to go on.
-        loader: The run's.
-        total_steps: Last step of the run.
-
-    Returns:
-        False: nothing is left to do.
-    """
-    if state.step >= plan_last_step(config, total_steps=total_steps):
-        logger.info(_nothing_left(state.step, config, total_steps=total_steps))
-        return False
-    _say_new_batch(state, loader)
-    say_new_rate(state, config, total_steps=total_steps)
-    return True
-
-
-def say_new_rate(state: TrainState, config: RunConfig, *, total_steps: int) -> None:
-    """Say what another length or schedule does to the learning rate of the steps that follow."""
-    old_total, step = state.facts["total_steps"], state.step + 1
-    old = rate_of(state.facts["config"], total_steps=old_total)
-    new = rate_of(config.model_dump(mode="json"), total_steps=total_steps)
-    if old_total == total_steps and old.keywords == new.keywords:
-        return
-    logger.warning(
-        "the schedule was planned anew (%d steps before, %d now): %s",
-        old_total,
-        total_steps,
-        compare_rates(old, new, step=step, last_step=total_steps),
-    )
-
-
-def compare_rates(
-    old: Callable[[int], float], new: Callable[[int], float], *, step: int, last_step: int
-) -> str:
-    """What becomes of the learning rate, in words.
-
-    Args:
-        old: ``step -> lr`` as it was planned before.
-        new: The same as it is planned now.
-        step: The next step.
-        last_step: Step at which the run ends.
-
-    Returns:
-        The rate of the next step before and now; where that is the same, how long it stays so.
-    """
-    if old(step) != new(step):
-        return f"lr at step {step}: was {old(step):.3g}, now {new(step):.3g}"
-    same = f"lr at step {step}: {new(step):.3g}, as before"
-    parting = next((s for s in range(step + 1, last_step + 1) if old(s) != new(s)), None)
-    if parting is None:
-        return f"{same}; the same up to step {last_step}, the last"
-    return f"{same}; from step {parting} on another"
-
-
-def _say_new_batch(state: TrainState, loader: Loader | StreamLoader) -> None:
-    """Say where steps of another size go on in the data."""
-    old, new = stored_global_batch(state.facts), loader.global_batch_size
-    if old != new:
-        logger.warning(
-            "a step takes %d rows now, %d before: training goes on with %s",
-            new,
-            old,
-            loader.next_row(),
-        )
-
-
-def _nothing_left(step: int, config: RunConfig, *, total_steps: int) -> str:
-    """What a finished run says when it is started again."""
-    if step >= total_steps:
-        beyond = f"of {total_steps}" if step == total_steps else f"and {total_steps} are asked for"
-        return (
-            f"nothing left to do: {config.output_dir} has done step {step} {beyond}. "
-            "Set epochs or max_steps higher to go on."
-        )
-    return (
-        f"nothing left to do: stop_after_step={config.stop_after_step} and step {step} of "
-        f"{total_steps} is done. Set it higher to go on."
     )
 
 

@@ -11,18 +11,13 @@ from legato.checkpoint.space import checkpoint_bytes, refuse_full_disk
 from legato.config.rules import is_distributed
 from legato.config.schema import RunConfig
 from legato.parallel.world import World
-from legato.recipes.data import RunData, open_run_data
+from legato.recipes.beginning import begin_run, has_steps_left
+from legato.recipes.data import RunData
 from legato.recipes.facts import introduce, start_facts
-from legato.recipes.inputs import check_inputs
 from legato.recipes.memory import check_memory, estimate_memory, free_memory
 from legato.recipes.output import refuse_others_files
 from legato.recipes.parts import build_parts
-from legato.recipes.plan import (
-    begin_state,
-    goes_on,
-    plan_global_batch,
-    plan_total_steps,
-)
+from legato.recipes.plan import plan_total_steps
 from legato.train.state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -45,11 +40,7 @@ def preflight(config: RunConfig, *, config_name: str) -> None:
         ahead = foresee(
             config.output_dir, resume=config.resume_from_checkpoint, verify=config.verify_on_load
         )
-        state = begin_state(config, ahead, world=world, accept_changes=False)
-        rows = plan_global_batch(config, state.facts, world_size=world.world_size)
-        with open_run_data(config, state, global_batch_size=rows, world=world) as data:
-            if ahead.source is not None:
-                check_inputs(state, config, data, accept=False)
+        with begin_run(config, ahead, world=world, accept_changes=False) as (state, data):
             _rehearse(config, ahead, state, data, config_name=config_name, world=world)
 
 
@@ -63,9 +54,7 @@ def _rehearse(
     world: World,
 ) -> None:
     total_steps = plan_total_steps(config, data.loader)
-    if ahead.source is not None and not goes_on(
-        state, config, data.loader, total_steps=total_steps
-    ):
+    if not has_steps_left(config, ahead, state, data.loader, total_steps=total_steps):
         return
     # Before the model is loaded: a machine that runs out of memory says nothing of use.
     needs = estimate_memory(config, world=world)

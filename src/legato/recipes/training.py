@@ -21,20 +21,12 @@ from legato.models.compile import CompileClock
 from legato.parallel.handlers import saves_held
 from legato.parallel.placement import find_placement
 from legato.parallel.world import World
-from legato.recipes.data import RunData, open_run_data
+from legato.recipes.beginning import begin_run, has_steps_left
+from legato.recipes.data import RunData
 from legato.recipes.facts import introduce, start_facts
-from legato.recipes.inputs import check_inputs
 from legato.recipes.output import open_metrics, output_folder, write_config
 from legato.recipes.parts import RunParts, build_parts, watched_metric
-from legato.recipes.plan import (
-    begin_state,
-    goes_on,
-    num_saves,
-    plan_global_batch,
-    plan_last_step,
-    plan_total_steps,
-    rate_of,
-)
+from legato.recipes.plan import num_saves, plan_last_step, plan_total_steps, rate_of
 from legato.recipes.policies import keep_policy, save_policy, step_set
 from legato.recipes.ranks import (
     check_local_problems,
@@ -122,43 +114,19 @@ def run(
                 start_over=start_over,
                 world=world,
             ) as checkpointer,
+            begin_run(config, checkpointer, world=world, accept_changes=accept_changes) as begun,
         ):
             return _run(
                 config,
                 checkpointer,
+                *begun,
                 config_name=config_name,
                 config_yaml=config_yaml,
-                accept_changes=accept_changes,
                 world=world,
             )
 
 
 def _run(
-    config: RunConfig,
-    checkpointer: Checkpointer,
-    *,
-    config_name: str,
-    config_yaml: str,
-    accept_changes: bool,
-    world: World,
-) -> RunResult:
-    state = begin_state(config, checkpointer, world=world, accept_changes=accept_changes)
-    rows = plan_global_batch(config, state.facts, world_size=world.world_size)
-    with open_run_data(config, state, global_batch_size=rows, world=world) as data:
-        if checkpointer.source is not None:
-            check_inputs(state, config, data, accept=accept_changes)
-        return _run_on(
-            config,
-            checkpointer,
-            state,
-            data,
-            config_name=config_name,
-            config_yaml=config_yaml,
-            world=world,
-        )
-
-
-def _run_on(
     config: RunConfig,
     checkpointer: Checkpointer,
     state: TrainState,
@@ -169,9 +137,7 @@ def _run_on(
     world: World,
 ) -> RunResult:
     total_steps = plan_total_steps(config, data.loader)
-    if checkpointer.source is not None and not goes_on(
-        state, config, data.loader, total_steps=total_steps
-    ):
+    if not has_steps_left(config, checkpointer, state, data.loader, total_steps=total_steps):
         return RunResult(output_dir=Path(config.output_dir), last_step=state.step)
 
     parts = build_parts(config, data, world=world, state=state)

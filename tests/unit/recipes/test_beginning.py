@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from legato.config.schema import RunConfig
-from legato.recipes.plan import compare_rates, say_new_rate
+from legato.recipes.beginning import compare_rates, say_new_rate
 from legato.train.state import TrainState
 
 
