@@ -15,7 +15,9 @@ from legato.config.names import (
     COMPRESSIONS,
     FILE_KINDS,
     HUB_NAME,
+    NO_URL,
     PACKAGED_TEMPLATES,
+    URL,
     kind_of_file,
 )
 
@@ -133,7 +135,9 @@ def _data_problems(config: RunConfig) -> Iterator[Problem]:
                 yield Problem((key, index, "path"), f"{message}, also with .gz or .zst")
             if os.path.exists(place):
                 continue
-            if glob.has_magic(place):
+            if URL.match(place):
+                yield Problem((key, index, "path"), f"{dataset.path}: {NO_URL}")
+            elif glob.has_magic(place):
                 if not glob.glob(place, recursive=True):
                     message = f"no file matches {dataset.path}"
                     yield Problem((key, index, "path"), message + _looked_for(place))

@@ -14,6 +14,15 @@ COMPRESSIONS = (".gz", ".zst")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 """``owner/name`` or ``name`` on the hub, and a subset after a colon: ``openai/gsm8k:main``."""
 
+URL = re.compile(r"[A-Za-z][\w+.-]*://")
+"""How an address begins."""
+
+NO_URL = (
+    "data is read from files, folders and data sets of the hub (owner/name), not from addresses. "
+    "Download it and give the file's path"
+)
+"""What is said where data is named by one."""
+
 PACKAGED_TEMPLATES = ("alpaca", "chatml")
 """Chat templates that come with Legato."""
 

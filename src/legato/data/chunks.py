@@ -296,7 +296,10 @@ class Account:
         if self.num_samples:
             return
         if self.num_rows == 0:
-            raise DataError(f"{path}: no rows", path=path)
+            raise DataError(
+                f"{path}: no rows; at least one is needed. Is it the right file, and whole?",
+                path=path,
+            )
         asked = f"max_seq_len is {self.maker.max_seq_len}"
         counts = self.tally.counts
         if counts.get(UNTRAINED) == self.num_rows and TRUNCATED not in counts:
@@ -321,9 +324,10 @@ class Account:
         path, limit = self.maker.spec.path, self.maker.max_seq_len
         counts = self.tally.counts
         before = self.num_samples + counts.get(UNTRAINED, 0) + counts.get(TOO_LONG, 0)
+        cut = f"; max_seq_len is {limit}"
         warnings = [
-            f"warning: {path}: {counts[sentence]:,} of {before:,} samples {sentence}; "
-            f"max_seq_len is {limit}"
+            f"warning: {path}: {counts[sentence]:,} of {before:,} samples {sentence}"
+            + (cut if sentence != UNTRAINED or TRUNCATED in counts else "")
             for sentence in (UNTRAINED, TOO_LONG, TRUNCATED)
             if counts.get(sentence, 0) > LOST_SHARE_WARNED * before
         ]
@@ -333,10 +337,10 @@ class Account:
                 f"{self.first_problem}"
             )
         if self.num_samples and not self.num_stopped:
-            cut = f"; max_seq_len is {limit}" if TRUNCATED in counts else ""
             warnings.append(
                 f"warning: {path}: NO STOP TOKEN is trained in any of {self.num_samples:,} "
-                f"samples, so that a model learns no end of an answer from them{cut}"
+                f"samples, so that a model learns no end of an answer from them"
+                + (cut if TRUNCATED in counts else "")
             )
         return warnings
 

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from legato.config.names import FILE_KINDS, kind_of_file
+from legato.config.names import COMPRESSIONS, FILE_KINDS, kind_of_file
 from legato.data.json_text import fault_of, parse_json
 from legato.data.rows import BadRow, Row, Skip
-from legato.errors import DataError
+from legato.errors import DataError, first_line
 
 # What a file says that ends too early, or whose compressed bytes are damaged.
 _UNREADABLE = (OSError, EOFError, zlib.error)
@@ -44,6 +44,13 @@ def read_file(file: Path, name: str, past: Skip) -> Iterator[Row | BadRow]:
         case ".csv" | ".tsv":
             return _read_csv(file, name)
         case ".parquet" | ".arrow":
+            if file.suffix.lower() in COMPRESSIONS:
+                tool = {".gz": "gunzip", ".zst": "unzstd"}[file.suffix.lower()]
+                raise DataError(
+                    f"{file}: a compressed table can't be read; its columns may be compressed "
+                    f"inside. Unpack it: {tool} {shlex.quote(str(file))}",
+                    path=str(file),
+                )
             return _read_arrow(file, name, past)
         case _:
             raise DataError(
@@ -207,7 +214,11 @@ def _read_csv(file: Path, name: str) -> Iterator[Row | BadRow]:
             except csv.Error as error:
                 # What an open quote swallows, up to the file's end, is more than a row.
                 if header is None or _NO_END in str(error):
-                    raise DataError(f"{where}: isn't valid CSV: {error}", path=where) from None
+                    raise DataError(
+                        f"{where}: isn't valid CSV: {error}. A quote that opens a field must be "
+                        'closed; one inside of a field is written twice: ""',
+                        path=where,
+                    ) from None
                 problems.clear()
                 yield BadRow(sample_id, where, f"isn't valid CSV: {error}")
                 continue
@@ -284,9 +295,16 @@ def _read_arrow(file: Path, name: str, past: Skip) -> Iterator[Row | BadRow]:
                     yield BadRow(sample_id, where, f"holds what can't be read: {value}")
                 else:
                     yield Row.of_table(sample_id, where, value)
+        if not is_parquet and _lacks_end(file):
+            number = (number or before - past.left) + 1
+            reason = "isn't there: the stream has no end mark, as one that was cut. Make it again"
+            yield BadRow(f"{name}:{number}", f"{file}: row {number}", reason)
     except (pa.ArrowException, OSError) as error:
+        # The system's own errors, such as a right that lacks, have a number; damage has none.
+        again = "" if getattr(error, "errno", None) else " Fetch or make it again."
+        problem = first_line(error).rstrip(".")
         raise DataError(
-            f"{file}: can't be read as {kind_of_file(file)}: {error}", path=str(file)
+            f"{file}: can't be read as {kind_of_file(file)}: {problem}.{again}", path=str(file)
         ) from error
 
 
@@ -306,11 +324,26 @@ def _parquet_batches(file: Path, past: Skip) -> Iterator[Any]:
     """Batches of a parquet file from the row group on that the next row is in."""
     from pyarrow import parquet
 
-    table = parquet.ParquetFile(file)
+    table = parquet.ParquetFile(file, page_checksum_verification=True)  # where it has checksums
     groups = list(range(table.metadata.num_row_groups))
     while groups and table.metadata.row_group(groups[0]).num_rows <= past.left:
         past.take(table.metadata.row_group(groups.pop(0)).num_rows)
     yield from table.iter_batches(batch_size=1024, row_groups=groups)
+
+
+# How Arrow's two forms begin, and how a stream ends.
+_FILE_FORM = b"ARROW1"
+_CONTINUES, _STREAM_END = b"\xff\xff\xff\xff", b"\xff\xff\xff\xff\0\0\0\0"
+
+
+def _lacks_end(file: Path) -> bool:
+    """Whether a stream stops between two batches: what is left of it reads like a whole one."""
+    with file.open("rb") as opened:
+        # Before Arrow 0.15 streams began otherwise; their end can't be told from zeros.
+        if opened.read(len(_CONTINUES)) != _CONTINUES:
+            return False
+        opened.seek(-len(_STREAM_END), io.SEEK_END)
+        return opened.read() != _STREAM_END
 
 
 def _batches(file: Path) -> Iterator[Any]:
@@ -322,6 +355,9 @@ def _batches(file: Path) -> Iterator[Any]:
     try:
         reader = ipc.open_file(source)
     except pa.ArrowInvalid:  # the other form of the same kind: a stream
+        source.seek(0)
+        if source.read(len(_FILE_FORM)) == _FILE_FORM:
+            raise
         yield from ipc.open_stream(pa.memory_map(str(file)))
     else:
         yield from (reader.get_batch(i) for i in range(reader.num_record_batches))

@@ -13,7 +13,14 @@ from collections import Counter
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
-from legato.config.names import COMPRESSIONS, FILE_KINDS, HUB_NAME, kind_of_file
+from legato.config.names import (
+    COMPRESSIONS,
+    FILE_KINDS,
+    HUB_NAME,
+    NO_URL,
+    URL,
+    kind_of_file,
+)
 from legato.data.hub import HubSource, ShardStarts, read_hub
 from legato.data.readers import read_file
 from legato.data.rows import BadRow, Row, Skip
@@ -73,6 +80,10 @@ def read_rows(
                 path=path,
             )
         return _read_files(_find_files(place), past, beside)
+    if os.path.lexists(place):
+        _refuse_what_is_no_file(Path(place))
+    if URL.match(path):
+        raise DataError(f"{path}: {NO_URL}", path=path)
     if HUB_NAME.fullmatch(path) and not path.endswith(FILE_KINDS + COMPRESSIONS):
         name, _, subset = path.partition(":")
         known_as = _with_split(path, split)
@@ -122,15 +133,30 @@ def _find_files(place: str) -> list[Path]:
         hidden = [any(part.startswith(".") for part in p.relative_to(place).parts) for p in found]
         seen = (path for path, skip in zip(found, hidden, strict=True) if not skip)
         files = sorted(path for path in seen if kind_of_file(path))
+    elif os.path.exists(place):
+        files = [Path(place)]
     else:
-        files = sorted(p for p in map(Path, glob.glob(place, recursive=True)) if p.is_file())
+        files = sorted(p for p in map(Path, glob.glob(place, recursive=True)) if not p.is_dir())
     if not files:
         raise DataError(
             f"{place}: no data file there. Known: {', '.join(FILE_KINDS)}, also .gz, .zst",
             path=place,
         )
+    for file in files:
+        _refuse_what_is_no_file(file)
     _refuse_mixed_splits(place, files)
     return files
+
+
+def _refuse_what_is_no_file(file: Path) -> None:
+    """A link to nothing would drop its rows in silence; a pipe has its rows only once."""
+    if file.is_file():
+        return
+    if file.exists():
+        problem = "is a pipe or a device; data is read more than once. Write it to a file first."
+    else:
+        problem = f"is a link to {os.readlink(file)}, which isn't there. Mend or remove it."
+    raise DataError(f"{file}: {problem}", path=str(file))
 
 
 def _refuse_mixed_splits(place: str, files: list[Path]) -> None:

@@ -123,6 +123,7 @@ def test_everything_that_is_not_there_is_told_at_once(capsys: pytest.CaptureFixt
             "datasets.2.path=./no_folder",
             "datasets.3.path=org/name",
             "datasets.4.path=file",
+            "datasets.5.path=https://example.org/a.jsonl",
             "chat_template=t.jinja",
             "resume_from_checkpoint=out/step_5",
             "output_dir=file/out",
@@ -130,7 +131,7 @@ def test_everything_that_is_not_there_is_told_at_once(capsys: pytest.CaptureFixt
         capsys,
     )
     assert told.splitlines() == [
-        "error: 8 problems",
+        "error: 9 problems",
         "  command line: model: ./nowhere: there is no such folder.",
         f"  command line: datasets.0.path: b.jsonl: no such file or folder; looked for "
         f"{Path.cwd()}/b.jsonl, as relative paths start at the current folder",
@@ -140,6 +141,9 @@ def test_everything_that_is_not_there_is_told_at_once(capsys: pytest.CaptureFixt
         f"{Path.cwd()}/no_folder, as relative paths start at the current folder",
         "  command line: datasets.4.path: file is no file of data. Known: .jsonl, .ndjson, .json, "
         ".csv, .tsv, .parquet, .arrow, also with .gz or .zst",
+        "  command line: datasets.5.path: https://example.org/a.jsonl: data is read from files, "
+        "folders and data sets of the hub (owner/name), not from addresses. Download it and give "
+        "the file's path",
         "  command line: chat_template: t.jinja: expected auto, alpaca, chatml or a file",
         "  command line: resume_from_checkpoint: out/step_5: no such folder",
         f"  command line: output_dir: {Path('file').absolute()} is a file",
