@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from legato.data.examples import ROLES, Example, Message, Segment
+from legato.data.examples import Example, Message, Segment
 from legato.data.json_text import dump_json
 from legato.data.sources import Row
-from legato.data.tools import read_call_id, read_calls, read_tools
+from legato.data.tools import read_tools
+from legato.data.turns import are_messages, read_message, read_sharegpt_turn, read_text
 from legato.errors import DataError
 
 
@@ -48,36 +49,6 @@ class Format:
     required: tuple[str, ...]
     optional: tuple[str, ...]
     convert: Callable[[Mapping[str, Any]], tuple[Message, ...] | tuple[Segment, ...] | str]
-
-
-SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "system": "system",
-    "observation": "tool",
-    "function_response": "tool",
-    "tool": "tool",
-}
-CALL_ROLES = ("function_call", "tool_call")
-# Names by which turns say more of themselves, in messages and in sharegpt rows alike.
-WEIGHTS = ("weight", "loss_weight")
-REASONING = ("reasoning_content", "reasoning", "thinking")
-# What other tools read of a turn, and what says the same here: silence would train something else.
-OTHERS_KEYS = {
-    "train": "weight: 0 or 1 says whether a turn is trained",
-    "train_detail": "a segments row says which part of a text is trained",
-    "function_call": "tool_calls holds the calls of a turn",
-}
-TURN_KEYS = ("role", "content", "tool_calls", "tool_call_id", *WEIGHTS, *REASONING)
-SAID = frozenset(("content", "tool_calls"))  # a turn has one of them
-SHAREGPT_KEYS = ("from", "value", *WEIGHTS, *REASONING)
 
 
 def detect_format(columns: Mapping[str, Any], *, where: str) -> tuple[str, dict[str, str]]:
@@ -180,7 +151,7 @@ def convert_row(row: Row, name: str, mapping: Mapping[str, str]) -> Example:
         mapping: Our column name: the file's.
 
     Returns:
-        A conversation, or plain text.
+        A conversation, segments, or plain text.
 
     Raises:
         DataError: The row doesn't fit its format; names the row and what is wrong.
@@ -233,7 +204,10 @@ def _check_encodable(text: str) -> None:
 
 
 def _alpaca(values: Mapping[str, Any]) -> tuple[Message, ...]:
-    parts = [_text(values["instruction"], "instruction"), _text(values.get("input") or "", "input")]
+    parts = [
+        read_text(values["instruction"], "instruction"),
+        read_text(values.get("input") or "", "input"),
+    ]
     messages = []
     history = values.get("history") or []
     if not isinstance(history, list):
@@ -244,121 +218,42 @@ def _alpaca(values: Mapping[str, Any]) -> tuple[Message, ...]:
     for number, pair in enumerate(history, start=1):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise ValueError(f"history: entry {number} isn't a pair [instruction, answer]")
-        messages.append(Message("user", _text(pair[0], "history")))
-        messages.append(Message("assistant", _text(pair[1], "history")))
+        messages.append(Message("user", read_text(pair[0], "history")))
+        messages.append(Message("assistant", read_text(pair[1], "history")))
     messages.append(Message("user", "\n\n".join(part for part in parts if part)))
-    messages.append(Message("assistant", _text(values["output"], "output")))
+    messages.append(Message("assistant", read_text(values["output"], "output")))
     return _opened(values, messages)
 
 
 def _prompt_completion(values: Mapping[str, Any]) -> tuple[Message, ...]:
     messages = []
     prompt, completion = values["prompt"], values["completion"]
-    if _is_turns(prompt):
-        given = (_message(turn, number) for number, turn in enumerate(prompt, start=1))
+    if are_messages(prompt):
+        given = (read_message(turn, number) for number, turn in enumerate(prompt, start=1))
         messages += [replace(message, is_prompt=True) for message in given]
     else:
-        messages.append(Message("user", _text(prompt, "prompt", as_json=True)))
-    if _is_turns(completion):
-        messages += [_message(m, number) for number, m in enumerate(completion, start=1)]
+        messages.append(Message("user", read_text(prompt, "prompt", as_json=True)))
+    if are_messages(completion):
+        messages += [read_message(turn, number) for number, turn in enumerate(completion, start=1)]
     else:
-        messages.append(Message("assistant", _text(completion, "completion", as_json=True)))
+        messages.append(Message("assistant", read_text(completion, "completion", as_json=True)))
     return _opened(values, messages)
-
-
-def _is_turns(value: object) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(each, dict) and "role" in each and each.keys() & SAID for each in value)
-    )
 
 
 def _messages(values: Mapping[str, Any]) -> tuple[Message, ...]:
     turns = values["messages"]
     if not isinstance(turns, list) or not turns:
         raise ValueError("messages: expected a list of at least one message")
-    made = [_message(turn, number) for number, turn in enumerate(turns, start=1)]
+    made = [read_message(turn, number) for number, turn in enumerate(turns, start=1)]
     return _opened(values, made)
-
-
-def _message(turn: object, number: int) -> Message:
-    where = f"message {number}"
-    if not isinstance(turn, dict):
-        raise ValueError(
-            f"{where} is of type {type(turn).__name__}, not an object with role and content"
-        )
-    role = turn.get("role")
-    if role not in ROLES:
-        raise ValueError(f"{where}: unknown role {role!r}. Known: {', '.join(ROLES)}")
-    _refuse_others_keys(turn, OTHERS_KEYS, where)
-    content = turn.get("content")
-    calls = read_calls(turn["tool_calls"], where) if turn.get("tool_calls") else ()
-    if calls and role != "assistant":
-        raise ValueError(f"{where}: only the assistant calls tools, this is a message of {role}")
-    if calls and content is None:
-        content = ""
-    if isinstance(content, list):
-        content = "".join(_part(part, where) for part in content)
-    thoughts = [turn[key] for key in REASONING if turn.get(key)]
-    if thoughts and role != "assistant":
-        raise ValueError(f"{where}: only the assistant reasons, this is a message of {role}")
-    if any(thought != thoughts[0] for thought in thoughts):
-        raise ValueError(f"{where}: several of {', '.join(REASONING)}, and they differ; give one")
-    weights = [turn[key] for key in WEIGHTS if turn.get(key) is not None]
-    if unknown := [weight for weight in weights if weight not in (0, 1)]:
-        raise ValueError(
-            f"{where}: weight {unknown[0]!r}; 0 (not trained) and 1 (trained) are known"
-        )
-    if weights[1:] not in ([], weights[:1]):
-        raise ValueError(f"{where}: weight {weights[0]!r} and loss_weight {weights[1]!r}; give one")
-    return Message(
-        role=str(role),
-        content=_text(content, f"{where}: content"),
-        is_trained=bool(weights[0]) if weights else None,
-        reasoning=_text(thoughts[0], f"{where}: reasoning") if thoughts else None,
-        tool_calls=calls,
-        tool_call_id=read_call_id(turn.get("tool_call_id"), where) if role == "tool" else None,
-    )
-
-
-def _part(part: object, where: str) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, dict) and part.get("type") == "text":
-        return _text(part.get("text"), where)
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    raise ValueError(f"{where}: a part of type {kind!r}; only text can be trained on")
 
 
 def _sharegpt(values: Mapping[str, Any]) -> tuple[Message, ...]:
     turns = values["conversations"]
     if not isinstance(turns, list) or not turns:
         raise ValueError("conversations: expected a list of at least one turn")
-    messages = []
-    for number, turn in enumerate(turns, start=1):
-        if not isinstance(turn, dict) or "from" not in turn:
-            raise ValueError(f"conversations: turn {number} isn't an object with from and value")
-        calls = {"tool_calls": "a turn from function_call holds the calls"}
-        _refuse_others_keys(turn, OTHERS_KEYS | calls, f"conversations: turn {number}")
-        sender = turn["from"]
-        if not isinstance(sender, str):
-            kind = type(sender).__name__
-            raise ValueError(f"conversations: turn {number}: from is of type {kind}; expected text")
-        message = {key: turn[key] for key in (*WEIGHTS, *REASONING) if key in turn}
-        if sender in CALL_ROLES:
-            message |= {"role": "assistant", "tool_calls": turn.get("value")}
-            if not turn.get("value"):
-                raise ValueError(f"conversations: turn {number}: an empty {sender}")
-        elif sender in SHAREGPT_ROLES:
-            message |= {"role": SHAREGPT_ROLES[sender], "content": turn.get("value")}
-        else:
-            raise ValueError(
-                f"conversations: turn {number}: unknown role {sender!r}. Known: "
-                f"{', '.join([*SHAREGPT_ROLES, *CALL_ROLES])}"
-            )
-        messages.append(_message(message, number))
-    return _opened(values, messages)
+    made = [read_sharegpt_turn(turn, number) for number, turn in enumerate(turns, start=1)]
+    return _opened(values, made)
 
 
 def _segments(values: Mapping[str, Any]) -> tuple[Segment, ...]:
@@ -370,7 +265,7 @@ def _segments(values: Mapping[str, Any]) -> tuple[Segment, ...]:
         where = f"segment {number}"
         if not isinstance(segment, dict) or not isinstance(segment.get("label"), bool):
             raise ValueError(f"{where} isn't an object with text and label (true: it is trained)")
-        made.append(Segment(_text(segment.get("text"), f"{where}: text"), segment["label"]))
+        made.append(Segment(read_text(segment.get("text"), f"{where}: text"), segment["label"]))
     return tuple(made)
 
 
@@ -380,26 +275,7 @@ def _opened(values: Mapping[str, Any], messages: Sequence[Message]) -> tuple[Mes
         return tuple(messages)
     if any(message.role == "system" for message in messages):
         raise ValueError("a system column beside a message of system; give one")
-    return (Message("system", _text(values["system"], "system")), *messages)
-
-
-def _refuse_others_keys(turn: Mapping[str, Any], others: Mapping[str, str], where: str) -> None:
-    for key, remedy in others.items():
-        if turn.get(key) not in (None, "", [], {}):
-            raise ValueError(f"{where}: {key} isn't read; {remedy}")
-
-
-def _text(value: object, what: str, *, as_json: bool = False) -> str:
-    if isinstance(value, str):
-        return value
-    if value is None:
-        raise ValueError(f"{what} is null; expected text")
-    if as_json:
-        try:
-            return dump_json(value)
-        except ValueError as error:
-            raise ValueError(f"{what} {error}") from None
-    raise ValueError(f"{what} is of type {type(value).__name__}; expected text")
+    return (Message("system", read_text(values["system"], "system")), *messages)
 
 
 def _listed(columns: Mapping[str, Any]) -> str:
@@ -413,6 +289,6 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
         "sharegpt": Format(("conversations",), ("system", "tools"), _sharegpt),
         "prompt_completion": Format(("prompt", "completion"), ("system",), _prompt_completion),
         "segments": Format(("segments",), (), _segments),
-        "text": Format(("text",), (), lambda values: _text(values["text"], "text")),
+        "text": Format(("text",), (), lambda values: read_text(values["text"], "text")),
     }
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from legato.data.formats import FORMATS, SHAREGPT_KEYS, TURN_KEYS
+from legato.data.formats import FORMATS
+from legato.data.turns import SHAREGPT_KEYS, TURN_KEYS
 
 # Columns that hold turns, by format, and what is read of a turn.
 _TURNS = {
