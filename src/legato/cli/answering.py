@@ -112,7 +112,7 @@ def read_variables(words: Sequence[str]) -> dict[str, Any]:
     Raises:
         UsageError: A word is neither.
     """
-    from legato.config.rules import Problem
+    from legato.config.problems import Problem
     from legato.config.source import read_override
 
     variables: dict[str, Any] = {}

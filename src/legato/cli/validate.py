@@ -28,7 +28,7 @@ CHECKED = (
 CHECKED_ALL = "checked: all that a run does before its first step, resuming included"
 
 if TYPE_CHECKING:
-    from legato.config.rules import Problem
+    from legato.config.problems import Problem
     from legato.config.schema import RunConfig
 
 
@@ -94,7 +94,7 @@ def local_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _model_problems(config: RunConfig) -> Iterator[Problem]:
-    from legato.config.rules import Problem
+    from legato.config.problems import Problem
     from legato.errors import ModelError
     from legato.models.facts import model_facts
 
@@ -125,7 +125,7 @@ def _is_on_this_machine(model: str) -> bool:
 
 
 def _data_problems(config: RunConfig) -> Iterator[Problem]:
-    from legato.config.rules import Problem
+    from legato.config.problems import Problem
 
     for key in ("datasets", "eval_datasets"):
         for index, dataset in enumerate(getattr(config, key)):
@@ -154,7 +154,7 @@ def _looked_for(place: str) -> str:
 
 
 def _path_problems(config: RunConfig) -> Iterator[Problem]:
-    from legato.config.rules import Problem
+    from legato.config.problems import Problem
 
     template = Path(config.chat_template).expanduser()
     names = ("auto", *PACKAGED_TEMPLATES)

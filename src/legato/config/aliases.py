@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from legato.config.rules import Problem, dotted
-from legato.config.source import Layer, Override, Path
+from legato.config.problems import KeyPath, Problem, dotted
+from legato.config.source import Layer, Override
 
 ALIASES: dict[str, tuple[str, ...]] = {
     "model_name_or_path": ("model",),
@@ -154,7 +154,7 @@ OWN_KEYS_INSIDE = ("model", "dataset", "dataset_val")
 """Components whose keys are settings of the run, which the advice on the component can't hold."""
 
 
-def spelled(path: Path, spellings: dict[Path, str]) -> str:
+def spelled(path: KeyPath, spellings: dict[KeyPath, str]) -> str:
     """The key as the person wrote it, with ours behind it where the two differ."""
     ours = dotted(path)
     for length in range(len(path), 0, -1):
@@ -166,7 +166,7 @@ def spelled(path: Path, spellings: dict[Path, str]) -> str:
     return ours
 
 
-def resolve_file(layer: Layer, spellings: dict[Path, str]) -> None:
+def resolve_file(layer: Layer, spellings: dict[KeyPath, str]) -> None:
     """Rename aliases in a file's layer, in place; clashes go to its problems."""
     for alias, path in ALIASES.items():
         if alias not in layer.data:
@@ -183,7 +183,7 @@ def resolve_file(layer: Layer, spellings: dict[Path, str]) -> None:
 
 
 def resolve_overrides(
-    overrides: list[Override], layer: Layer, spellings: dict[Path, str]
+    overrides: list[Override], layer: Layer, spellings: dict[KeyPath, str]
 ) -> list[Override]:
     """Rename aliases in a command line; clashes go to ``layer.problems``.
 
@@ -191,7 +191,7 @@ def resolve_overrides(
     """
     result: list[Override] = []
     dataset: dict[Any, Any] = {}
-    first_spelling: dict[Path, str] = {}
+    first_spelling: dict[KeyPath, str] = {}
     for override in overrides:
         target, spelling = _target(override)
         if first_spelling.setdefault(target, spelling) != spelling:
@@ -218,7 +218,7 @@ def resolve_overrides(
 _TARGETS = frozenset(ALIASES.values())
 
 
-def _target(override: Override) -> tuple[Path, str]:
+def _target(override: Override) -> tuple[KeyPath, str]:
     """Our key that an override sets (as far as aliases know it), and how it is spelled there."""
     word = str(override.path[0])
     if word in ALIASES:
@@ -247,7 +247,7 @@ def _convert(alias: str, value: Any) -> Any:
     return value
 
 
-def _holds(data: dict[str, Any], path: Path) -> bool:
+def _holds(data: dict[str, Any], path: KeyPath) -> bool:
     node: Any = data
     for part in path:
         if not isinstance(node, dict) or part not in node:
@@ -256,7 +256,7 @@ def _holds(data: dict[str, Any], path: Path) -> bool:
     return True
 
 
-def _put(data: dict[Any, Any], path: Path, value: Any) -> None:
+def _put(data: dict[Any, Any], path: KeyPath, value: Any) -> None:
     for part in path[:-1]:
         if not isinstance(data.get(part), dict):
             data[part] = {}
@@ -264,7 +264,7 @@ def _put(data: dict[Any, Any], path: Path, value: Any) -> None:
     data[path[-1]] = value
 
 
-def _move_lines(layer: Layer, alias: str, path: Path, *, into_list: bool) -> None:
+def _move_lines(layer: Layer, alias: str, path: KeyPath, *, into_list: bool) -> None:
     for old in [p for p in layer.lines if p[0] == alias]:
         inner = (0, *old[1:]) if into_list and len(old) > 1 else old[1:]
         layer.lines[(*path, *inner)] = layer.lines.pop(old)

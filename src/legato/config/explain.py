@@ -15,10 +15,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from legato.config.aliases import ADVICE, ALIASES, VALUE_ADVICE
-from legato.config.rules import Problem, dotted
+from legato.config.problems import KeyPath, Problem, dotted
 from legato.config.schema import RunConfig
-from legato.config.source import Path
 from legato.config.types import Section
+from legato.words import counted
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def _sections_in(annotation: Any, in_list: bool) -> Iterator[tuple[type[Section]
         yield annotation, in_list
 
 
-def key_at(path: Path) -> Key | None:
+def key_at(path: KeyPath) -> Key | None:
     """The schema's key for a config path, e.g. ``("datasets", 0, "path")``."""
     generic = tuple("*" if isinstance(part, int) else part for part in path)
     return next((key for key in schema_keys() if key.path == generic), None)
@@ -142,9 +142,9 @@ def _expected(details: ErrorDetails) -> str:
         key = key_at(tuple(details["loc"]))
         return str(key.field.description).rstrip(".") if key else f"text like {context['pattern']}"
     if kind == "too_short":
-        return f"at least {context['min_length']} entry"
+        return f"at least {counted(context['min_length'], 'entry', 'entries')}"
     if kind == "too_long":
-        return f"at most {context['max_length']} entries"
+        return f"at most {counted(context['max_length'], 'entry', 'entries')}"
     bounds = {
         "greater_than": ("gt", "a number above"),
         "greater_than_equal": ("ge", "a number of at least"),
@@ -181,7 +181,7 @@ def did_you_mean(word: str, candidates: list[str]) -> str:
     return f". Did you mean {close[0]}?" if close else ""
 
 
-def unknown_key_advice(path: Path) -> str:
+def unknown_key_advice(path: KeyPath) -> str:
     """What to write instead of an unknown key: a near spelling, its real place, or another key."""
     word = str(path[-1])
     generic = tuple("*" if isinstance(part, int) else part for part in path)

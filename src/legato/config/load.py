@@ -29,9 +29,9 @@ from legato.config.aliases import (
     spelled,
 )
 from legato.config.explain import problems_of, unknown_key_advice
-from legato.config.rules import Problem, dotted
+from legato.config.problems import KeyPath, Problem, dotted
 from legato.config.schema import RunConfig
-from legato.config.source import Layer, Override, Path, index_or_name, read_override, read_yaml
+from legato.config.source import Layer, Override, index_or_name, read_override, read_yaml
 from legato.errors import ConfigError, first_line
 
 COMMAND_LINE = "command line"
@@ -52,17 +52,17 @@ class Origins:
     """Where each key was set, and how it was spelled there."""
 
     file_name: str
-    places: dict[Path, str] = field(default_factory=dict)
-    spellings: dict[Path, str] = field(default_factory=dict)
+    places: dict[KeyPath, str] = field(default_factory=dict)
+    spellings: dict[KeyPath, str] = field(default_factory=dict)
 
-    def place(self, path: Path) -> str:
+    def place(self, path: KeyPath) -> str:
         """``my.yaml:12``, ``command line``, or the file where the key is absent."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.places:
                 return self.places[path[:length]]
         return self.file_name
 
-    def overridden(self, path: Path) -> None:
+    def overridden(self, path: KeyPath) -> None:
         """Note that the command line set ``path`` and everything below."""
         for old in [p for p in self.places if p[: len(path)] == path]:
             del self.places[old]
@@ -155,8 +155,9 @@ def validate(
     try:
         return RunConfig.model_validate(values), []
     except ValidationError as error:
-        problems = [p for p in problems_of(error) if not p.path or p.path[0] not in skip]
-        wrong = {str(p.path[0]) for p in problems_of(error) if p.path} | skip
+        found = problems_of(error)
+    problems = [p for p in found if not p.path or p.path[0] not in skip]
+    wrong = {str(p.path[0]) for p in found if p.path} | skip
     try:
         _with_stand_ins(values, wrong)
     except ValidationError as error:
@@ -228,7 +229,7 @@ def _take_components(data: dict[str, Any]) -> list[Problem]:
     return problems
 
 
-def _own_keys_inside(section: Any, path: Path) -> list[Problem]:
+def _own_keys_inside(section: Any, path: KeyPath) -> list[Problem]:
     """Settings of a component that are keys of ours at the top: nobody should lose them with it."""
     if not isinstance(section, dict):
         return []
@@ -241,7 +242,7 @@ def _own_keys_inside(section: Any, path: Path) -> list[Problem]:
     return problems
 
 
-def _component_below(value: Any, path: Path) -> Path | None:
+def _component_below(value: Any, path: KeyPath) -> KeyPath | None:
     if isinstance(value, dict):
         if COMPONENT in value:
             return (*path, COMPONENT)
@@ -266,7 +267,7 @@ def _apply(values: DictConfig, arguments: Sequence[str], origins: Origins) -> li
             layer.problems.append(Problem((), f"{argument}: {NO_IMPORTS}"))
         else:
             overrides.append(override)
-    spellings: dict[Path, str] = {}
+    spellings: dict[KeyPath, str] = {}
     for override in resolve_overrides(overrides, layer, spellings):
         try:
             problem = (
@@ -361,6 +362,6 @@ def _resolve(values: DictConfig) -> tuple[dict[str, Any], list[Problem]]:
             del values[str(path[0])]
 
 
-def _path_of(full_key: str) -> Path:
+def _path_of(full_key: str) -> KeyPath:
     parts = full_key.replace("[", ".").replace("]", "").split(".")
     return tuple(index_or_name(part) for part in parts if part)

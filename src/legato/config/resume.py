@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from legato.config.explain import key_at
+from legato.config.problems import KeyPath, dotted
 from legato.config.schema import RunConfig
-from legato.config.source import Path
 from legato.config.types import OnResume
 
 _BATCH_KEYS = ("batch_size", "gradient_accumulation_steps")
@@ -38,7 +38,7 @@ class Change:
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Change, ...]:
     """Every key that has another value in ``new`` than in ``old``, both as JSON."""
     return tuple(
-        Change(_dotted(path), was, value) for path, was, value in _differences((), old, new)
+        Change(dotted(path), was, value) for path, was, value in _differences((), old, new)
     )
 
 
@@ -82,7 +82,7 @@ def diff_on_resume(
             continue
         for path, was, value in _differences((name,), before[name], now[name]):
             on_resume = _on_resume(path)
-            change = Change(_dotted(path), was, value, is_fixed=on_resume == "fixed")
+            change = Change(dotted(path), was, value, is_fixed=on_resume == "fixed")
             if change.key in by_contents:
                 continue
             if on_resume in ("fixed", "refuse", "contents"):
@@ -113,11 +113,7 @@ def _method(recipe: str) -> str:
     return recipe.removesuffix("_single_device").removesuffix("_distributed")
 
 
-def _dotted(path: Path) -> str:
-    return ".".join(str(part) for part in path)
-
-
-def _differences(path: Path, old: Any, new: Any) -> Iterator[tuple[Path, Any, Any]]:
+def _differences(path: KeyPath, old: Any, new: Any) -> Iterator[tuple[KeyPath, Any, Any]]:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for name in [*new, *(n for n in old if n not in new)]:
             was, value = old.get(name, _MISSING), new.get(name, _MISSING)
@@ -131,12 +127,12 @@ def _differences(path: Path, old: Any, new: Any) -> Iterator[tuple[Path, Any, An
         yield path, old, new
 
 
-def _default(path: Path) -> Any:
+def _default(path: KeyPath) -> Any:
     key = key_at(path)
     return key.field.get_default() if key and not key.field.is_required() else None
 
 
-def _on_resume(path: Path) -> OnResume:
+def _on_resume(path: KeyPath) -> OnResume:
     for length in range(len(path), 0, -1):
         key = key_at(path[:length])
         if key is not None:

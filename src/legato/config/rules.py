@@ -13,26 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from legato.config.formats import UNREAD
 from legato.config.names import CUDA_GRAPH_MODES, PACKAGED_TEMPLATES
+from legato.config.problems import Problem
 from legato.errors import ConfigError
 
 if TYPE_CHECKING:
     from legato.config.schema import RunConfig
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One thing that is wrong: the key (as a path into the config) and what to do about it."""
-
-    path: tuple[str | int, ...]
-    message: str
-
-    def __str__(self) -> str:
-        return f"{dotted(self.path)}: {self.message}" if self.path else self.message
-
-
-def dotted(path: tuple[str | int, ...]) -> str:
-    """``("datasets", 0, "path")`` -> ``"datasets.0.path"``."""
-    return ".".join(str(part) for part in path)
 
 
 @dataclass(frozen=True)
@@ -88,17 +73,6 @@ def has_evaluation_data(config: RunConfig) -> bool:
     return bool(config.eval_datasets) or config.val_set_size > 0
 
 
-def _keeps_some(config: RunConfig) -> bool:
-    return any(
-        n is not None
-        for n in (
-            config.keep_last_n_checkpoints,
-            config.keep_best_n_checkpoints,
-            config.keep_every_n_steps,
-        )
-    )
-
-
 _EVALUATION = ("eval_datasets", "val_set_size")
 _KEEPS = ("keep_last_n_checkpoints", "keep_best_n_checkpoints", "keep_every_n_steps")
 
@@ -144,7 +118,7 @@ ONLY_WITH = (
     OnlyWith(
         ("prune",),
         _KEEPS,
-        _keeps_some,
+        lambda c: any(getattr(c, key) is not None for key in _KEEPS),
         f"all checkpoints are kept; set one of {', '.join(_KEEPS)}",
     ),
     OnlyWith(

@@ -23,8 +23,10 @@ from legato.config.sections import (
     Schedule,
 )
 from legato.config.types import (
+    RECIPES,
     AllOrCount,
     LoggerList,
+    Recipe,
     ResumeSource,
     Section,
     Switch,
@@ -45,24 +47,12 @@ __all__ = [
     "Schedule",
 ]
 
-RECIPES = (
-    "full_finetune_single_device",
-    "lora_finetune_single_device",
-    "full_finetune_distributed",
-    "lora_finetune_distributed",
-)
-
 
 class RunConfig(Section):
     """A whole run."""
 
     # -- what is trained, and where it goes
-    recipe: Literal[
-        "full_finetune_single_device",
-        "lora_finetune_single_device",
-        "full_finetune_distributed",
-        "lora_finetune_distributed",
-    ] = key(..., "Which training to do.", on_resume="fixed")
+    recipe: Recipe = key(..., "Which training to do.", on_resume="fixed")
     model: str = key(
         ...,
         "Hub id, model folder or step folder; a relative path starts at the current folder.",

@@ -13,9 +13,7 @@ from typing import Any
 
 import yaml
 
-from legato.config.rules import Problem
-
-Path = tuple[str | int, ...]
+from legato.config.problems import KeyPath, Problem
 
 FREE_FORM = frozenset({"chat_template_kwargs"})
 """Keys whose content no schema types: scalars below them are read as YAML 1.2 does."""
@@ -38,11 +36,11 @@ class Layer:
     name: str
     """How errors call it, e.g. ``my.yaml``."""
     data: dict[str, Any] = field(default_factory=dict)
-    lines: dict[Path, int] = field(default_factory=dict)
+    lines: dict[KeyPath, int] = field(default_factory=dict)
     """1-based line of each key; empty for the command line."""
     problems: list[Problem] = field(default_factory=list)
 
-    def place(self, path: Path) -> str:
+    def place(self, path: KeyPath) -> str:
         """``my.yaml:12`` for the key, or for the nearest mapping around it."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.lines:
@@ -95,7 +93,7 @@ def read_yaml(text: str, *, name: str) -> Layer:
     return layer
 
 
-def _read_node(node: yaml.Node, path: Path, layer: Layer) -> Any:
+def _read_node(node: yaml.Node, path: KeyPath, layer: Layer) -> Any:
     if len(path) > MAX_DEPTH:
         problem = Problem(path[:1], _TOO_DEEP)
         if problem not in layer.problems:
@@ -115,7 +113,7 @@ def _read_node(node: yaml.Node, path: Path, layer: Layer) -> Any:
     return read_plain(node.value, free_form=bool(path) and path[0] in FREE_FORM)
 
 
-def _read_mapping(node: yaml.MappingNode, path: Path, layer: Layer) -> dict[str, Any]:
+def _read_mapping(node: yaml.MappingNode, path: KeyPath, layer: Layer) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
@@ -152,7 +150,7 @@ class Override:
     """One ``key=value`` or ``~key`` of a command line."""
 
     argument: str
-    path: Path
+    path: KeyPath
     value: Any = None
     remove: bool = False
 
@@ -180,7 +178,7 @@ def read_override(argument: str) -> Override | Problem:
     return Override(argument, path, layer.data[str(root)])
 
 
-def _split(name: str) -> Path:
+def _split(name: str) -> KeyPath:
     parts = name.split(".")
     if not all(parts):
         return ()

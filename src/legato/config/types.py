@@ -7,7 +7,7 @@ or a switch reads the same text as a number or a switch. Values given from Pytho
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
@@ -16,6 +16,14 @@ OnResume = Literal["fixed", "refuse", "contents", "warn", "free", "-"]
 
 ``fixed`` keys decide which tensors a checkpoint holds. "-": the key names the run.
 """
+
+Recipe = Literal[
+    "full_finetune_single_device",
+    "lora_finetune_single_device",
+    "full_finetune_distributed",
+    "lora_finetune_distributed",
+]
+RECIPES: tuple[str, ...] = get_args(Recipe)
 
 _TRUE_WORDS = frozenset({"true", "yes", "on"})
 _FALSE_WORDS = frozenset({"false", "no", "off"})
