@@ -30,21 +30,24 @@ HELP = "/save FILE keeps the conversation, /clear forgets it, /exit ends. Ctrl-C
 Answer = Callable[[list[dict[str, str]], Callable[[str], None]], str]
 """Messages and what takes each piece of the answer -> the whole answer."""
 
+Question = Annotated[
+    str | None,
+    typer.Option(
+        "--ask",
+        metavar="QUESTION",
+        help="Answer one question and end; - reads it from standard input.",
+    ),
+]
+System = Annotated[
+    str | None,
+    typer.Option(metavar="TEXT", help="The system message, where the template has one."),
+]
+
 
 def chat(
     folder: Folder,
-    question: Annotated[
-        str | None,
-        typer.Option(
-            "--ask",
-            metavar="QUESTION",
-            help="Answer one question and end; - reads it from standard input.",
-        ),
-    ] = None,
-    system: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="The system message, where the template has one."),
-    ] = None,
+    question: Question = None,
+    system: System = None,
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = 0.0,
     seed: Seed = 0,

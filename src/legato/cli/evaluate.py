@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,6 +18,12 @@ from legato.cli.answering import (
     refuse_damaged,
     refuse_existing,
 )
+from legato.cli.errors import naming
+
+if TYPE_CHECKING:
+    from legato.evaluation.harness import Score
+
+_COLUMNS = ("task", "metric", "value", "standard error", "questions")
 
 
 def evaluate(
@@ -56,6 +62,7 @@ def evaluate(
 
     if output is not None:
         refuse_existing(output)
+        output.parent.mkdir(parents=True, exist_ok=True)
     show_log()
     refuse_damaged(folder)
     from legato.evaluation.harness import evaluate_folder
@@ -73,19 +80,18 @@ def evaluate(
         device=pick_device(device),
         trust_remote_code=trust_remote_code,
     )
-    show_table(
-        ("task", "metric", "value", "standard error", "questions"),
-        [
-            (
-                score.task,
-                score.metric,
-                f"{score.value:.4f}",
-                "-" if score.standard_error is None else f"{score.standard_error:.4f}",
-                "-" if score.num_samples is None else str(score.num_samples),
-            )
-            for score in scores
-        ],
-    )
+    show_table(_COLUMNS, [_row(score) for score in scores])
     if output is not None:
         content = {"model": folder, "limit": limit, "scores": [asdict(score) for score in scores]}
-        output.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        with naming(output):
+            output.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _row(score: Score) -> tuple[str, ...]:
+    return (
+        score.task,
+        score.metric,
+        f"{score.value:.4f}",
+        "-" if score.standard_error is None else f"{score.standard_error:.4f}",
+        "-" if score.num_samples is None else str(score.num_samples),
+    )

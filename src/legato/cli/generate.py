@@ -34,50 +34,58 @@ if TYPE_CHECKING:
     from legato.generate import Answer, Chat
 
 
+Prompts = Annotated[
+    str,
+    typer.Option(
+        metavar="FILE",
+        help="A .txt with one prompt a line, or a data file, whose answers are left out.",
+    ),
+]
+Output = Annotated[
+    Path,
+    typer.Option(
+        metavar="FILE",
+        help="The jsonl to write: sample_id, prompt, answer and finish_reason of each row.",
+    ),
+]
+BatchSize = Annotated[int, typer.Option(metavar="N", min=1, help="Prompts at a time.")]
+RowFormat = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FORMAT",
+        help="Format of the rows, such as messages, where their columns don't tell it.",
+    ),
+]
+Columns = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="OURS=THEIRS",
+        help="OURS=THEIRS: a column by another name, such as prompt=question.",
+    ),
+]
+Split = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="The split to read, of a data set on the hub or a folder that has some.",
+    ),
+]
+Limit = Annotated[int | None, typer.Option(metavar="N", min=1, help="Answer the first N only.")]
+Raw = Annotated[
+    bool, typer.Option("--raw", help="Continue texts as they stand, without a chat template.")
+]
+
+
 def generate(
     folder: Folder,
-    prompts: Annotated[
-        str,
-        typer.Option(
-            metavar="FILE",
-            help="A .txt with one prompt a line, or a data file, whose answers are left out.",
-        ),
-    ],
-    output: Annotated[
-        Path,
-        typer.Option(
-            metavar="FILE",
-            help="The jsonl to write: sample_id, prompt, answer and finish_reason of each row.",
-        ),
-    ],
-    batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Prompts at a time.")] = 8,
-    type: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FORMAT",
-            help="Format of the rows, such as messages, where their columns don't tell it.",
-        ),
-    ] = None,
-    columns: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="OURS=THEIRS",
-            help="OURS=THEIRS: a column by another name, such as prompt=question.",
-        ),
-    ] = None,
-    split: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="The split to read, of a data set on the hub or a folder that has some.",
-        ),
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Answer the first N only.")
-    ] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue texts as they stand, without a chat template.")
-    ] = False,
+    prompts: Prompts,
+    output: Output,
+    batch_size: BatchSize = 8,
+    type: RowFormat = None,
+    columns: Columns = None,
+    split: Split = None,
+    limit: Limit = None,
+    raw: Raw = False,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = 0.0,
     seed: Seed = 0,
@@ -90,12 +98,9 @@ def generate(
     """Answer every prompt of a file, in batches."""
     from legato.cli.logs import show_log
 
-    refuse_existing(output)
-    if _partial(output).exists():
-        raise UsageError(
-            f"{_partial(output)}: holds answers of a call that was cut short. Remove it, or give "
-            "it another name"
-        )
+    _refuse_taken(output)
+    if raw and chat_template != "auto":
+        raise UsageError("--chat-template: --raw uses no chat template. Leave out one")
     show_log()
     rows = read_prompts(prompts, raw=raw, type=type, columns=_columns(columns or []), split=split)
     rows = rows[:limit]
@@ -111,8 +116,7 @@ def generate(
 
     has_ids = not raw and names_calls(tokenizer.chat_template)
     asked = [row.for_model(names_calls=has_ids) for row in rows]
-    lines = partial(_line, rows, asked)
-    with _kept(output, lines, num_asked=len(asked)) as keep:
+    with _kept(output, partial(_line, rows, asked), num_asked=len(asked)) as keep:
         answers = _answers(
             model,
             tokenizer,
@@ -126,6 +130,16 @@ def generate(
     num_cut = sum(answer.finish_reason == "length" for answer in answers)
     cut = f"; {num_cut} of them were cut at {max_new_tokens} tokens" if num_cut else ""
     typer.echo(f"{counted(len(rows), 'answer')} in {output}{cut}")
+
+
+def _refuse_taken(output: Path) -> None:
+    """Stop before any work when the file to write, or what came before it, is there already."""
+    refuse_existing(output)
+    if _partial(output).exists():
+        raise UsageError(
+            f"{_partial(output)}: holds answers of a call that was cut short. Remove it, or give "
+            "it another name"
+        )
 
 
 def _answers(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from legato.errors import DataError
+from legato.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     from legato.data.examples import Message
@@ -67,7 +67,7 @@ def read_prompts(
             column ``prompt`` is taken; where there is none, what stands before the last answer of
             a row in one of the formats that train.
         raw: Prompts are texts to be continued, not messages.
-        type: As a data set's key of that name.
+        type: As a data set's key of that name; not for texts, which are no conversations.
         columns: As a data set's key of that name.
         split: As a data set's key of that name.
 
@@ -75,12 +75,19 @@ def read_prompts(
         At least one.
 
     Raises:
+        UsageError: What says how rows are read, and nothing that is read by it.
         DataError: No such file, no prompts, or a row that holds none; ``.path``.
     """
     from legato.data.formats import DatasetSpec
 
     spec = DatasetSpec(path, type=type, columns=columns or {}, split=split)
-    if path.endswith(".txt"):
+    is_text = path.endswith(".txt")
+    given = {"--type": type, "--columns": columns, "--split": split}
+    if unread := [name for name, value in given.items() if value and is_text]:
+        raise UsageError(f"{unread[0]}: {Path(path).name} has a prompt a line. Leave it out")
+    if raw and type:
+        raise UsageError("--type: --raw continues the text of one column. Leave out one")
+    if is_text:
         rows = list(_read_lines(Path(path), raw=raw))
     else:
         rows = list(_read_texts(spec) if raw else _read_chats(spec))
@@ -93,7 +100,8 @@ def _read_lines(file: Path, *, raw: bool) -> Iterator[PromptRow]:
     from legato.data.examples import Message
 
     try:
-        lines = file.read_text("utf-8-sig").splitlines()
+        # Not splitlines: U+2028 and others that it breaks at may stand in a prompt.
+        lines = file.read_text("utf-8-sig").split("\n")
     except FileNotFoundError as error:
         raise DataError(f"{file}: there is no such file.", path=str(file)) from error
     except UnicodeDecodeError as error:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from legato.cli.main import main
+from legato.cli.prompts import read_prompts
 from legato.generate import generate_batch, load_for_generation
 from tests.helpers import tiny
 from tests.helpers.faults import no_file_larger_than
@@ -200,6 +201,8 @@ def test_a_file_without_usable_prompts_is_an_error_and_writes_nothing(
         (["--chat-template-kwargs", "think"], "--chat-template-kwargs think: expected KEY=VALUE"),
         (["--chat-template-kwargs", "a.b=1"], "--chat-template-kwargs a.b=1: expected KEY=VALUE"),
         (["--raw", "--chat-template-kwargs", "a=1"], "--raw uses no chat template"),
+        (["--raw", "--chat-template", "chatml"], "--raw uses no chat template"),
+        (["--raw", "--type", "messages"], "--type: --raw continues the text of one column"),
     ],
 )
 def test_options_that_make_no_sense_end_with_2(
@@ -212,6 +215,23 @@ def test_options_that_make_no_sense_end_with_2(
     (tmp_path / "p.jsonl").write_text('{"prompt": "two"}\n')
     assert run(tiny_model_dir, tmp_path / "p.jsonl", tmp_path / "a.jsonl", *options) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--type=text", "--columns=prompt=question", "--split=train"])
+def test_a_text_file_has_no_use_for_what_says_how_rows_are_read(
+    tiny_model_dir: Path, tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "p.txt").write_text("two\n")
+    assert run(tiny_model_dir, tmp_path / "p.txt", tmp_path / "a.jsonl", option) == 2
+    name = option.partition("=")[0]
+    assert f"{name}: p.txt has a prompt a line" in capsys.readouterr().err
+
+
+def test_only_a_line_break_ends_a_prompt(tmp_path: Path) -> None:
+    file = tmp_path / "p.txt"
+    file.write_text("two\u2028mugs\x0c\r\none\u0085cup\rsix", "utf-8", newline="")
+    rows = read_prompts(str(file), raw=True)
+    assert [row.text for row in rows] == ["two\u2028mugs\x0c", "one\u0085cup", "six"]
 
 
 def test_an_output_that_is_there_is_never_overwritten(

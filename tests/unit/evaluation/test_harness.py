@@ -73,12 +73,13 @@ def test_the_command_shows_a_table_and_writes_json(
     folder: Path, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["eval", str(folder), "--tasks", TASK_NAME, "--truthfulqa-csv", str(questions)]
-    words += ["--limit", "2", "--device", "cpu", "--output", str(tmp_path / "scores.json")]
+    output = tmp_path / "new" / "scores.json"
+    words += ["--limit", "2", "--device", "cpu", "--output", str(output)]
     assert main(words) == 0
     header, line = capsys.readouterr().out.splitlines()
     assert header.split()[:3] == ["task", "metric", "value"]
     assert line.split()[:2] == [TASK_NAME, "acc"]
-    written = json.loads((tmp_path / "scores.json").read_text())
+    written = json.loads(output.read_text())
     assert written["limit"] == 2
     [score] = written["scores"]
     assert score["value"] == pytest.approx(by_hand(folder, questions, 2), rel=1e-3)
