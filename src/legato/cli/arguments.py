@@ -129,7 +129,7 @@ def read_config(config: str, words: Sequence[str]) -> LoadedConfig:
         UsageError: An unknown recipe, or words that fit nowhere.
         ConfigError: Everything that is wrong in the config, paths that lead nowhere included. Of
             a config that is right in itself nobody has looked at the paths: see
-            `legato.cli.validate.local_problems`.
+            `legato.cli.validate.told_problems`.
     """
     from legato.cli.validate import local_problems
     from legato.config.aliases import RECIPE_ADVICE

@@ -45,13 +45,13 @@ def show(
     import datetime as dt
 
     from legato.cli.arguments import read_config, take_config
-    from legato.cli.validate import local_problems
+    from legato.cli.validate import told_problems
     from legato.data.overview import build_overview
     from legato.errors import ConfigError
 
     config, words = take_config(config, words or [], verb="data show")
     loaded = read_config(config, words)
-    if problems := [loaded.origins.tell(problem) for problem in local_problems(loaded.config)]:
+    if problems := told_problems(loaded):
         raise ConfigError(problems)
 
     from legato.recipes.data import first_samples, read_samples

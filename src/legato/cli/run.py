@@ -79,13 +79,13 @@ def _run_recipe(
 ) -> None:
     from legato.cli.arguments import read_config
     from legato.cli.logs import is_debugging, show_log
-    from legato.cli.validate import local_problems
+    from legato.cli.validate import told_problems
     from legato.errors import ConfigError
     from legato.parallel.launch import is_asked_for
     from legato.parallel.placement import find_placement
 
     loaded = read_config(config, words)
-    problems = [loaded.origins.tell(problem) for problem in local_problems(loaded.config)]
+    problems = told_problems(loaded)
     show_log()
     placement = find_placement(os.environ)
     if placement is None and is_asked_for(options, os.environ):

@@ -28,6 +28,7 @@ CHECKED = (
 CHECKED_ALL = "checked: all that a run does before its first step, resuming included"
 
 if TYPE_CHECKING:
+    from legato.config.load import LoadedConfig
     from legato.config.problems import Problem
     from legato.config.schema import RunConfig
 
@@ -54,8 +55,7 @@ def validate(
 
     config, words = take_config(config, words or [], verb="validate")
     loaded = read_config(config, words)
-    problems = [loaded.origins.tell(problem) for problem in local_problems(loaded.config)]
-    if problems:
+    if problems := told_problems(loaded):
         raise ConfigError(problems)
     if full:
         from legato.cli.logs import show_log
@@ -84,6 +84,11 @@ def taken_for_hub_names(config: RunConfig) -> Iterator[str]:
                 f"{key}: {name} is no {what} here, so it is taken for a name on the hub; nobody "
                 "has looked there, --full does"
             )
+
+
+def told_problems(loaded: LoadedConfig) -> list[str]:
+    """What this machine's files say against a config, each with its place in it."""
+    return [loaded.origins.tell(problem) for problem in local_problems(loaded.config)]
 
 
 def local_problems(config: RunConfig) -> Iterator[Problem]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
 
 from legato.data.chat import ChatFormatter
-from legato.data.chunks import Account, RowFormatter, row_chunks, settle_type
+from legato.data.chunks import Account, Chunk, RowFormatter, row_chunks, settle_type
 from legato.data.formats import DatasetSpec
 from legato.data.order import BEFORE_ALL_EPOCHS, permutation
 from legato.data.samples import (
@@ -19,7 +19,7 @@ from legato.data.samples import (
     TokenizedData,
     samples_digest,
 )
-from legato.data.sources import local_places, read_rows
+from legato.data.sources import BadRow, Row, local_places, read_rows
 from legato.data.workers import map_ahead
 from legato.errors import ConfigError
 
@@ -65,19 +65,10 @@ def build_data(
         name, mapping, rows = settle_type(spec, read)
         maker = RowFormatter(spec, name, mapping, formatter, max_seq_len, excess_length, on_bad_row)
         account = Account(maker)
-        chunks = map_ahead(
-            maker, row_chunks(rows), num_workers=num_workers, ahead=_CHUNKS_AHEAD * num_workers
-        )
-        enough: int | None = None
-        with closing(chunks):
+        with closing(_chunks_of(rows, account, num_workers=num_workers)) as chunks:
             for chunk in chunks:
-                account.add(chunk)
                 for row, sample in chunk.samples:
                     columns.append(sample, row=rows_before + row, dataset=number)
-                if account.num_bad and on_bad_row == "error":
-                    enough = enough or account.num_rows + _ROWS_BEHIND_BAD
-                    if account.num_rows >= enough:
-                        break
         account.refuse_bad_rows()
         account.refuse_nothing_left()
         rows_before += account.num_rows
@@ -90,6 +81,22 @@ def build_data(
         for number, each in enumerate(reports)
     )
     return replace(data, report=replace(report, datasets=datasets))
+
+
+def _chunks_of(
+    rows: Iterable[Row | BadRow], account: Account, *, num_workers: int
+) -> Generator[Chunk, None, None]:
+    """What rows are made into, each chunk in the account; a bad row that is an error ends it."""
+    maker, ahead = account.maker, _CHUNKS_AHEAD * num_workers
+    enough: int | None = None
+    with closing(map_ahead(maker, row_chunks(rows), num_workers=num_workers, ahead=ahead)) as made:
+        for chunk in made:
+            account.add(chunk)
+            yield chunk
+            if account.num_bad and maker.on_bad_row == "error":
+                enough = enough or account.num_rows + _ROWS_BEHIND_BAD
+                if account.num_rows >= enough:
+                    return
 
 
 def check_options(

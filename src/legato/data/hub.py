@@ -16,7 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HubSource:
-    """A data set that the ``datasets`` library can load: on the hub, or a folder laid out so."""
+    """A data set that the ``datasets`` library can load: on the hub, or a folder laid out so.
+
+    Attributes:
+        path: Its name on the hub, or the folder.
+        name: What its rows are called by.
+        subset: A part of it with files of its own; None: it has no such parts.
+        split: ``train``, or another one's name.
+        streaming: It is read row by row, and not fetched before.
+    """
 
     path: str
     name: str

@@ -142,14 +142,7 @@ def run_demo(
 
     if read_answers(paths.before) is None:
         show(f"3/5  before      the untouched model answers {num_held_out + num_unseen} orders ...")
-        before = answer_orders(
-            paths.model,
-            step=0,
-            held_out=data.held_out,
-            unseen_names=data.unseen_names,
-            device=device,
-        )
-        write_answers(paths.before, before)
+        write_answers(paths.before, answer_orders(paths.model, data, step=0, device=device))
     else:
         show("3/5  before      measured already")
 
@@ -157,13 +150,7 @@ def run_demo(
     _train(paths, steps=steps)
 
     show(f"\n5/5  after       step_{steps} answers the same orders ...\n")
-    after = answer_orders(
-        paths.step_dir(steps),
-        step=steps,
-        held_out=data.held_out,
-        unseen_names=data.unseen_names,
-        device=device,
-    )
+    after = answer_orders(paths.step_dir(steps), data, step=steps, device=device)
     write_answers(paths.after, after)
     _tell(paths, data, after, steps=steps, show=show)
     show(f"\nTook {human_seconds(time.monotonic() - began)}.")

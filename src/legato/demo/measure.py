@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from legato.demo.orders import Order
+from legato.demo.orders import Order, OrderData
 from legato.generate import generate_batch, load_for_generation
 
 MAX_ANSWER_TOKENS = 48  # the longest right answer has 31
@@ -46,20 +46,14 @@ def count_exact(answers: Sequence[str], orders: Sequence[Order]) -> int:
 
 
 def answer_orders(
-    model_dir: str | Path,
-    *,
-    step: int,
-    held_out: Sequence[Order],
-    unseen_names: Sequence[Order],
-    device: torch.device,
+    model_dir: str | Path, data: OrderData, *, step: int, device: torch.device
 ) -> Answers:
     """Let the model of a folder answer both held-out parts, greedily.
 
     Args:
         model_dir: A Hugging Face folder, a step folder among them.
+        data: The demo's orders.
         step: Which step it is; 0 for the base model.
-        held_out: Orders with known names.
-        unseen_names: Orders with names that training never says.
         device: Where to run.
 
     Returns:
@@ -69,15 +63,15 @@ def answer_orders(
     answers = generate_batch(
         model,
         tokenizer,
-        [order.prompt_messages for order in (*held_out, *unseen_names)],
+        [order.prompt_messages for order in (*data.held_out, *data.unseen_names)],
         max_new_tokens=MAX_ANSWER_TOKENS,
         batch_size=BATCH_SIZE,
     )
     texts = [answer.text for answer in answers]
     return Answers(
         step=step,
-        held_out=tuple(texts[: len(held_out)]),
-        unseen_names=tuple(texts[len(held_out) :]),
+        held_out=tuple(texts[: len(data.held_out)]),
+        unseen_names=tuple(texts[len(data.held_out) :]),
     )
 
 
