@@ -117,10 +117,15 @@ def generate_batch(
 
     Raises:
         ModelError: A prompt and its answer don't fit into the model's positions, or the tokenizer
-            makes a token that the model doesn't have.
+            makes a token that the model doesn't have; its logits aren't numbers.
         DataError: The chat template refuses a conversation.
     """
-    rows = [_prompt_tokens(model, tokenizer, prompt) for prompt in prompts]
+    rows = []
+    for number, prompt in enumerate(prompts, start=1):
+        try:
+            rows.append(_prompt_tokens(model, tokenizer, prompt))
+        except (DataError, ModelError) as error:
+            raise type(error)(f"prompt {number}: {error}", prompt=number) from error
     _check_positions(model, rows, max_new_tokens=max_new_tokens)
     options = _generate_options(model, tokenizer, max_new_tokens, temperature)
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
@@ -128,7 +133,7 @@ def generate_batch(
     with _generating(model, seed=seed):
         for start in range(0, len(order), batch_size):
             chosen = order[start : start + batch_size]
-            texts = _answer(model, tokenizer, [rows[i] for i in chosen], options)
+            texts = _answer(model, tokenizer, [rows[i] for i in chosen], options, **_refusing_nan())
             made = dict(zip(chosen, texts, strict=True))
             answers |= made
             if on_answers is not None:
@@ -197,7 +202,8 @@ def stream_answer(
         The whole answer, and what ended it.
 
     Raises:
-        ModelError: The prompt leaves no position for an answer; ``.prompt_tokens``, ``.limit``.
+        ModelError: The prompt leaves no position for an answer, ``.prompt_tokens``, ``.limit``;
+            the model's logits aren't numbers.
     """
     from transformers import TextStreamer
 
@@ -214,7 +220,7 @@ def stream_answer(
     options = _generate_options(model, tokenizer, max_new_tokens, temperature)
     pieces = Pieces(tokenizer, skip_prompt=True, skip_special_tokens=True)
     with _generating(model, seed=seed):
-        [answer] = _answer(model, tokenizer, [row], options, streamer=pieces)
+        [answer] = _answer(model, tokenizer, [row], options, streamer=pieces, **_refusing_nan())
     return answer
 
 
@@ -255,6 +261,21 @@ def _answer(
         )
         for row in output[:, longest:].tolist()
     ]
+
+
+def _refusing_nan() -> dict[str, Any]:
+    """For ``generate``: of logits that aren't numbers it would take the first token, or fail."""
+    from transformers import LogitsProcessorList
+
+    def refuse(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if bool(scores.isnan().any()):
+            raise ModelError(
+                "the model's logits aren't numbers (NaN): its weights are damaged, or overflow in "
+                "this dtype. Use another step, or fp32."
+            )
+        return scores
+
+    return {"logits_processor": LogitsProcessorList([refuse])}
 
 
 def _device(model: Any) -> torch.device:
@@ -313,9 +334,11 @@ def _check_positions(model: Any, rows: list[list[int]], *, max_new_tokens: int) 
     limit = _max_positions(model)
     longest = max((len(row) for row in rows), default=0)
     if limit is not None and longest + max_new_tokens > limit:
+        number = next(i for i, row in enumerate(rows, start=1) if len(row) == longest)
+        which = f"prompt {number} of {len(rows)}" if len(rows) > 1 else "the prompt"
         raise ModelError(
-            f"a prompt has {longest} tokens and max_new_tokens is {max_new_tokens}: together more "
-            f"than the {limit} positions of the model.",
+            f"{which} has {longest} tokens and max_new_tokens is {max_new_tokens}: together more "
+            f"than the {limit} positions of the model. Shorten it, or lower max_new_tokens.",
             prompt_tokens=longest,
             limit=limit,
         )

@@ -216,11 +216,24 @@ def test_a_template_that_refuses_and_a_token_without_a_row_are_named_errors(
 ) -> None:
     model, tokenizer = load_for_generation(folder)
     tokenizer.chat_template = "{{ raise_exception('the roles must alternate') }}"
-    with pytest.raises(DataError, match=r"refuses the conversation: .*the roles must alternate"):
-        generate_batch(model, tokenizer, [[{"role": "user", "content": "two"}]])
+    with pytest.raises(DataError, match=r"^prompt 2: .* refuses .*: .*the roles must alternate"):
+        generate_batch(model, tokenizer, ["a", [{"role": "user", "content": "two"}]])
     tokenizer.add_tokens([f"<more {i}>" for i in range(20)])
     with pytest.raises(ModelError, match=r"makes the token '<more 19>' .* and the model has 272,"):
         generate_batch(model, tokenizer, ["two <more 19>"])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_are_an_error_and_no_answer(
+    folder: Path, temperature: float
+) -> None:
+    model, tokenizer = load_for_generation(folder)
+    with torch.no_grad():
+        model.model.norm.weight[0] = torch.nan
+    with pytest.raises(ModelError, match=r"logits aren't numbers \(NaN\).* Use another step"):
+        generate_batch(model, tokenizer, ["a"], temperature=temperature)
+    with pytest.raises(ModelError, match=r"logits aren't numbers \(NaN\)"):
+        stream_answer(model, tokenizer, "a", on_text=print, temperature=temperature)
 
 
 def test_an_adapter_folder_answers_with_its_base(folder: Path, tmp_path: Path) -> None:

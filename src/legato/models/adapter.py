@@ -78,14 +78,17 @@ def find_base(folder: Path) -> ModelFolder:
     name, revision = config.get("base_model_name_or_path"), config.get("revision")
     if not name or not isinstance(name, str):
         raise ModelError(
-            f"{folder}: its {ADAPTER_CONFIG} doesn't say which base it is for.", path=str(folder)
+            f"{folder}: its {ADAPTER_CONFIG} doesn't say which base it is for. Name it there: "
+            "base_model_name_or_path.",
+            path=str(folder),
         )
     try:
         base = find_model(name, revision=revision)
     except ModelNotFoundError as error:
         raise ModelNotFoundError(
-            f"{folder}: is an adapter whose base {name} can't be found: {error}. Put the base "
-            f"there, or change base_model_name_or_path in the {ADAPTER_CONFIG} of a copy of the "
+            f"{folder}: is an adapter whose base {name} can't be found: "
+            f"{str(error).rstrip('.')}. Put the base there, or change "
+            f"base_model_name_or_path in the {ADAPTER_CONFIG} of a copy of the "
             "folder without manifest.json.",
             path=str(folder),
             base=name,
@@ -205,6 +208,14 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
         )
     reader = FolderReader(LocalStorage(), str(folder), files=[ADAPTER_WEIGHTS])
     tensors = {key: reader.read(key) for key in reader.specs}
+    if whole := [key for key, tensor in tensors.items() if not tensor.is_floating_point()]:
+        word = str(tensors[whole[0]].dtype).removeprefix("torch.")
+        raise ModelError(
+            f"{folder / ADAPTER_WEIGHTS}: {whole[0]} is {word}; expected floating-point weights "
+            f"({len(whole)} such tensors). Save it again as it was trained.",
+            path=str(folder),
+            names=whole,
+        )
     broken = [key for key, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
     if broken:
         raise ModelError(

@@ -316,7 +316,9 @@ def read_object(file: Path, *, error: type[LegatoError] = ModelError) -> dict[st
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as cause:
-        raise error(f"{file}: can't be read as JSON ({cause}).", path=str(file)) from cause
+        again = "" if isinstance(cause, OSError) else " Mend it, or get it again."
+        told = f"{file}: can't be read as JSON ({cause}).{again}"
+        raise error(told, path=str(file)) from cause
     if not isinstance(content, dict):
         raise error(f"{file}: isn't a JSON object.", path=str(file))
     return content

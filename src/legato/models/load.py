@@ -10,10 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from legato.errors import ConfigError, MissingDependencyError, ModelError, UnsupportedModelError
+from legato.errors import (
+    ConfigError,
+    FolderFormatError,
+    MissingDependencyError,
+    ModelError,
+    UnsupportedModelError,
+)
 from legato.hf_folder import FolderReader
 from legato.models.facts import model_facts
-from legato.models.folder import ModelFolder, find_model, read_config, weight_files
+from legato.models.folder import (
+    ModelFolder,
+    find_model,
+    read_config,
+    read_object,
+    weight_files,
+)
 from legato.models.head import split_head
 from legato.models.meta import MetaModel, parameters_on_meta, report_differences
 from legato.models.quiet import silence_known_noise, without_weight_bars
@@ -217,6 +229,9 @@ def _load_config(folder: ModelFolder, *, trust_remote_code: bool) -> PreTrainedC
         )
     if content.get("auto_map") and not trust_remote_code:
         logger.info("%s brings code of its own; it isn't run", folder.path)
+    generation = folder.path / "generation_config.json"
+    if generation.is_file():  # transformers goes on without the stop tokens of one it can't read
+        read_object(generation, error=FolderFormatError)
     try:
         return AutoConfig.from_pretrained(
             folder.path, trust_remote_code=trust_remote_code, local_files_only=True
@@ -272,7 +287,15 @@ def _check_file_keys(config: PreTrainedConfig, *, path: Path, trust_remote_code:
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    model = build_empty_model(config, trust_remote_code=trust_remote_code)
+    try:
+        model = build_empty_model(config, trust_remote_code=trust_remote_code)
+    except (AssertionError, ArithmeticError, RuntimeError, TypeError) as error:
+        raise ModelError(
+            f"{path / 'config.json'}: no model can be built by it ({_one_line(error)}). Was it "
+            "edited? Get the model again.",
+            path=str(path),
+        ) from error
+    _check_file_dtypes(model, path=path)
     ours = {name: tensor.shape for name, tensor in model.state_dict().items()}
     try:
         written = revert_weight_conversion(model, model.state_dict())
@@ -290,6 +313,24 @@ def _check_file_keys(config: PreTrainedConfig, *, path: Path, trust_remote_code:
         family=config.model_type,
         example=example,
     )
+
+
+def _check_file_dtypes(model: Any, *, path: Path) -> None:
+    """Integers would be taken for weights as they stand: what quantized them isn't told."""
+    specs = FolderReader(LocalStorage(), str(path)).specs
+    wrong = [
+        name
+        for name, tensor in model.state_dict().items()
+        if tensor.is_floating_point() and name in specs and not specs[name].dtype.is_floating_point
+    ]
+    if wrong:
+        word = str(specs[wrong[0]].dtype).removeprefix("torch.")
+        raise ModelError(
+            f"{path}: {wrong[0]} is {word} in the files; expected floating-point weights "
+            f"({len(wrong)} such tensors). Use a copy that isn't quantized.",
+            path=str(path),
+            names=wrong,
+        )
 
 
 def _say_if_large(files: Sequence[Path], *, path: Path) -> None:

@@ -86,10 +86,12 @@ def merge_adapter(
     source, output_dir = find_model(str(adapter)).path, Path(output_dir)
     check_target(output_dir)
     _check_adapter(source)
+    _check_outside(output_dir, source)
     loaded = load_adapter(
         source, dtype=torch.float32, device=device, trust_remote_code=trust_remote_code
     )
     base = loaded.base.path
+    _check_outside(output_dir, base)
     adapted = loaded.model.eval()
     rows = _probe_rows(adapted)
     expected = _logits(adapted, rows)
@@ -127,6 +129,16 @@ def _check_adapter(folder: Path) -> None:
     except ModelError as error:
         told = str(error).replace("has no config.json", f"has no {ADAPTER_CONFIG}")
         raise ModelError(told, path=str(folder)) from error
+
+
+def _check_outside(output_dir: Path, folder: Path) -> None:
+    """What is read stays as it is; what lies in a step goes when the step is pruned."""
+    if output_dir.resolve().is_relative_to(folder.resolve()):
+        raise ModelError(
+            f"{output_dir}: lies inside of {folder}, which is read and stays as it is. Choose an "
+            "output_dir outside of it.",
+            path=str(output_dir),
+        )
 
 
 def _folded(adapted: Any, *, source: Path) -> Any:

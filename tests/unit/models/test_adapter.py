@@ -102,6 +102,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[LegatoError], str]] = {
         ModelError,
         f"1 of 28 tensors hold NaN or infinity, such as {A_KEY}",
     ),
+    "integers": (
+        with_tensors(lambda tensors: tensors.update({A_KEY: tensors[A_KEY].to(torch.int32)})),
+        ModelError,
+        rf"{A_KEY} is int32; expected floating-point weights \(1 such tensors\)",
+    ),
     "a config that isn't JSON": (
         lambda folder: (folder / "adapter_config.json").write_text('{"r": 4'),
         FolderFormatError,

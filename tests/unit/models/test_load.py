@@ -136,6 +136,26 @@ def test_another_shape_is_an_error_with_both(folder: Path) -> None:
         load_model(folder, dtype=torch.float32)
 
 
+@pytest.mark.parametrize("read", [load.load_model, load.load_meta_model])
+def test_integers_are_not_taken_for_weights(folder: Path, read: Any) -> None:
+    key = "model.layers.0.self_attn.q_proj.weight"
+    change_weights(folder, **{key: torch.ones(32, 32, dtype=torch.int8)})
+    with pytest.raises(ModelError, match=rf"{key} is int8 in the files; expected floating-point"):
+        read(folder, dtype=torch.float32)
+
+
+def test_a_config_that_no_model_can_be_built_by_is_named(folder: Path) -> None:
+    change_config(folder, vocab_size=100)  # the padding's id is above
+    with pytest.raises(ModelError, match=r"config\.json: no model can be built by it \(Assertion"):
+        load.load_model(folder, dtype=torch.float32)
+
+
+def test_stop_tokens_that_cant_be_read_are_not_left_out(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": ')
+    with pytest.raises(FolderFormatError, match=r"generation_config\.json: can't be read as JSON"):
+        load.load_model(folder, dtype=torch.float32)
+
+
 def test_a_checkpoint_of_another_kind_is_refused(folder: Path, tmp_path: Path) -> None:
     config = LlamaConfig(**tiny.build_config().to_dict())
     LlamaForSequenceClassification(config).save_pretrained(tmp_path / "classifier")

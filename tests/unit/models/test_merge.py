@@ -184,6 +184,14 @@ def test_a_folder_in_use_is_never_written_into(base: Path, tmp_path: Path, where
     assert contents(tmp_path / where) == before
 
 
+@pytest.mark.parametrize("inside", ["base", "adapter"])
+def test_nothing_is_written_inside_of_what_is_read(base: Path, tmp_path: Path, inside: str) -> None:
+    adapter = write_adapter(base, tmp_path / "adapter")
+    with pytest.raises(ModelError, match=rf"lies inside of {tmp_path / inside}, which is read"):
+        merge_adapter(adapter, output_dir=tmp_path / inside / "merged")
+    assert not (tmp_path / inside / "merged").exists()
+
+
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`")
 def test_an_adapter_on_a_tied_embedding_isnt_merged_wrongly(base: Path, tmp_path: Path) -> None:
