@@ -278,6 +278,27 @@ def test_another_global_batch_goes_on_with_the_next_row_and_says_which(
         assert stored["data_place"] == {"epoch": 2, "taken": 0, "steps": 0}
 
 
+def test_moments_that_another_optimizer_left_are_not_kept_for_later(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path, model=tiny_model_dir, recipe=RECIPES[0])
+    run = ["run", "--config", config]
+    assert legato(*run, "stop_after_step=1") == 0
+    capsys.readouterr()
+    for verb in (["validate", "--full"], ["run"]):
+        rest = ["--config", config, "stop_after_step=2", "optimizer.name=sgd"]
+        assert legato(*verb, *rest) == 0
+        said = " ".join(capsys.readouterr().err.split())
+        assert "sgd keeps no moments: those of the checkpoint are left out" in said
+    assert not any(":exp_avg" in key for key in tensors(tmp_path / "out/step_2"))
+    for verb in (["validate", "--full"], ["run"]):
+        assert legato(*verb, "--config", config) == 0
+        said = " ".join(capsys.readouterr().err.split())
+        assert "the checkpoint holds no moments: those of adamw begin at 0" in said
+    last = tensors(tmp_path / "out/step_3")
+    assert {t.item() for key, t in last.items() if ":step/" in key} == {1}
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_checkpoint_without_state_cannot_be_resumed_and_the_remedy_named_works(
     tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str], recipe: str

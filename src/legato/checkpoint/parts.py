@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from legato.checkpoint.manifest import Kind
 from legato.checkpoint.tensors import state_tensors
@@ -138,6 +138,12 @@ class OptimizerPart:
             | {"params": [name_of[id(p)] for p in group["params"]]}
             for group in self.optimizer.param_groups
         ]
+
+    def keeps_no_moments(self) -> bool:
+        """Whether its update is made of the gradient alone, whatever another optimizer left."""
+        groups = self.optimizer.param_groups
+        is_plain = isinstance(self.optimizer, SGD) and not any(g["momentum"] for g in groups)
+        return is_plain and not self.restore_groups  # stored groups may have a momentum
 
     def expected_state_bytes(self) -> int:
         """Bytes of its state after a first step, on all ranks together; what there is counts."""

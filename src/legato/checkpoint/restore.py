@@ -204,6 +204,11 @@ def _restore_optimizer(
         _refuse_keys(path, strangers, "are in its optimizer state, but not in the optimizer")
     if unused := [k for k in keys if k.startswith("master/") and k[7:] not in masters]:
         _refuse_keys(path, unused, "are in its state, but the run keeps no masters of them")
+    keys = [key for key in keys if not key.startswith("master/")]
+    values = content["optimizer"]["values"]
+    if part.keeps_no_moments():
+        # Kept, they would be stored as they are, and a later optimizer would take them for new.
+        keys, values = [], {}
     packs = isinstance(part.optimizer, PacksMoments)
     # A step from before there were packed moments doesn't say.
     if keys and packs != content["optimizer"].get("packs_moments", False):
@@ -219,8 +224,6 @@ def _restore_optimizer(
         part.optimizer.state.pop(parameter, None)
     for key in keys:
         moment, name = key.split("/", 1)
-        if moment == "master":
-            continue
         assert state is not None
         parameter = part.names[name]
         if packs and "." in moment:
@@ -231,7 +234,7 @@ def _restore_optimizer(
         )
         state.fill(key, value)
         part.optimizer.state[parameter][moment] = value
-    for name, scalars in content["optimizer"]["values"].items():
+    for name, scalars in values.items():
         part.optimizer.state[part.names[name]].update(scalars)
     if part.restore_groups:
         _restore_groups(part, content["optimizer"]["groups"], path=path)

@@ -134,6 +134,7 @@ def check_changes(state: TrainState, config: RunConfig, *, world_size: int, acce
     )
     for change in warned:
         logger.warning("changed since the checkpoint: %s", change)
+    _say_new_moments(state.facts["config"]["optimizer"]["name"], config.optimizer.name)
     if not refused:
         return
     fixed = [change for change in refused if change.is_fixed]
@@ -151,6 +152,14 @@ def check_changes(state: TrainState, config: RunConfig, *, world_size: int, acce
         "--start-over)." + (_NO_HELP % ", ".join(change.key for change in fixed) if fixed else ""),
         changes=[str(change) for change in listed],
     )
+
+
+def _say_new_moments(before: str, now: str) -> None:
+    """Say what another optimizer makes of the moments in a checkpoint, where it isn't an error."""
+    if before != now == "sgd":
+        logger.warning("sgd keeps no moments: those of the checkpoint are left out")
+    elif now != before == "sgd":
+        logger.warning("the checkpoint holds no moments: those of %s begin at 0", now)
 
 
 def say_new_process(before: Mapping[str, Any], state: TrainState) -> None:
