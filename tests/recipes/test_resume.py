@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from legato.checkpoint import Checkpointer, ModelPart
 from legato.data import Batch
-from legato.recipes import plan, training
+from legato.recipes import beginning, training
 from legato.recipes.parts import RunParts
 from legato.report import byte_bar
 from legato.train.step import train_step
@@ -119,10 +119,10 @@ def test_a_run_that_goes_on_the_next_day_trains_on_the_date_of_its_first_start(
         assert legato("run", "--config", config, f"output_dir={out}", *changes) == 0
         return out
 
-    monkeypatch.setattr(plan, "date", FirstDay)
+    monkeypatch.setattr(beginning, "date", FirstDay)
     whole = run("whole")
     run("resumed", "stop_after_step=1")
-    monkeypatch.setattr(plan, "date", NextDay)
+    monkeypatch.setattr(beginning, "date", NextDay)
     resumed, later = run("resumed"), run("later")
     assert_same_tensors(resumed / "step_3", whole / "step_3")
     assert losses(resumed) == losses(whole)
