@@ -94,7 +94,8 @@ def attach_lora(
 
     Raises:
         ConfigError: A name that matches no layer (the message lists what there is), or one that
-            is to get an update and to train as a whole; a rank whose adapter can't fit into memory.
+            is to get an update and to train as a whole; a rank whose adapter can't fit into memory;
+            dropout where only embeddings get an update.
         ModelError: A trainable tensor that PEFT wouldn't save; ``.names``.
     """
     silence_known_noise()
@@ -102,6 +103,7 @@ def attach_lora(
 
     targets = _checked_targets(model, lora_target_modules)
     _check_room(model, targets, lora_rank=lora_rank)
+    _check_dropout(model, targets, lora_dropout=lora_dropout)
     whole = _modules_to_save(model, lora_modules_to_save, targets=targets)
     config = LoraConfig(
         r=lora_rank,
@@ -224,6 +226,19 @@ def _check_room(model: nn.Module, targets: str | Sequence[str], *, lora_rank: in
             f"lora_rank: {lora_rank:,} makes an adapter of {count:,} parameters, "
             f"{count * weight.element_size() / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB of memory "
             "are free. Set a smaller rank, such as 16."
+        )
+
+
+def _check_dropout(model: nn.Module, targets: str | Sequence[str], *, lora_dropout: float) -> None:
+    """Refuse a dropout that nothing would apply: an embedding's input is ids, and PEFT passes on."""
+    if not lora_dropout or targets == ALL_LINEAR:
+        return
+    chosen = [(name, m) for name, m in model.named_modules() if _is_named(name, targets)]
+    if all(isinstance(module, nn.Embedding) for _, module in chosen):
+        raise ConfigError(
+            f"lora_dropout: {', '.join(name for name, _ in chosen)} has token ids for its input, "
+            "of which none can be dropped, and no other layer gets an update. Leave it out, or "
+            "add a linear layer to lora_target_modules."
         )
 
 
