@@ -230,7 +230,7 @@ def _check_room(model: nn.Module, targets: str | Sequence[str], *, lora_rank: in
 
 
 def _check_dropout(model: nn.Module, targets: str | Sequence[str], *, lora_dropout: float) -> None:
-    """Refuse a dropout that nothing would apply: an embedding's input is ids, and PEFT passes on."""
+    """Refuse a dropout that nothing would apply: to an embedding PEFT gives none."""
     if not lora_dropout or targets == ALL_LINEAR:
         return
     chosen = [(name, m) for name, m in model.named_modules() if _is_named(name, targets)]

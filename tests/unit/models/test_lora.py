@@ -266,7 +266,7 @@ def test_modules_to_save_that_are_not_there_or_are_targets_are_refused(
 
 
 def test_dropout_that_no_layer_applies_is_refused(base: Path) -> None:
-    with pytest.raises(ConfigError, match="lora_dropout: model.embed_tokens has token ids"):
+    with pytest.raises(ConfigError, match=r"lora_dropout: model\.embed_tokens has token ids"):
         attach(base, lora_target_modules=["embed_tokens"], lora_dropout=0.1)
     attach(base, lora_target_modules=["embed_tokens", "q_proj"], lora_dropout=0.1)
     attach(base, lora_target_modules=["embed_tokens"])
