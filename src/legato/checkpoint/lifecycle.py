@@ -90,6 +90,10 @@ class RunFolder:
         """Whether there is a folder of ``step``, complete or not."""
         return self.storage.stat(self.step_path(step)) is not None
 
+    def is_taken(self, step: int) -> bool:
+        """Whether anything has the name of ``step``, even a link that leads nowhere."""
+        return self.exists(step) or f"step_{step}" in self.storage.list_folder(self.path)
+
     def is_pinned(self, step: int) -> bool:
         """Whether someone pinned ``step``."""
         return self.storage.stat(posixpath.join(self.step_path(step), PIN_NAME)) is not None
@@ -316,8 +320,7 @@ class RunFolder:
         self.storage.sync_folder(self.path)
 
     def _found(self, step: int) -> StepInfo | None:
-        path = self.step_path(step)
-        return self._inspect(path) if self.storage.stat(path) is not None else None
+        return self._inspect(self.step_path(step)) if self.is_taken(step) else None
 
     def _inspect(self, path: str) -> StepInfo:
         info = inspect(self.storage, path)
@@ -333,10 +336,11 @@ class RunFolder:
         return BEGUN_NAME in names or MANIFEST_NAME in names
 
     def _was_begun_by(self, run_id: str, path: str) -> bool:
+        if self.storage.atomic_rename:  # then no step is written under its own name
+            return False
         names = self.storage.list_folder(path)
         return (
-            not self.storage.atomic_rename
-            and BEGUN_NAME in names
+            BEGUN_NAME in names
             and MANIFEST_NAME not in names
             and self.storage.read_bytes(posixpath.join(path, BEGUN_NAME)) == run_id.encode()
         )

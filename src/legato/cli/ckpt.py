@@ -82,7 +82,7 @@ def verify(
                 else [info.problem or "torn"]
             )
             # A run that goes on prunes what it needs no more.
-            if problems and not one_step and folder.storage.stat(info.path) is None:
+            if problems and not one_step and not folder.is_taken(info.step):
                 continue
             damage[info.step] = problems
     if as_json:

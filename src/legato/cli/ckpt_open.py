@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -26,12 +27,14 @@ _STEP = re.compile(r"step_[0-9]+")
 
 def is_step(path: Path) -> bool:
     """Whether ``path`` is a step's folder, by its name or by what is in it."""
-    return bool(_STEP.fullmatch(path.resolve().name)) or (path / "manifest.json").is_file()
+    # Not resolve(): it raises at a link in a circle.
+    return bool(_STEP.fullmatch(os.path.basename(os.path.realpath(path)))) or (path / "manifest.json").is_file()
 
 
 def _why_none(path: Path) -> str:
     found = "a file" if path.exists() else "nothing"
-    steps = sorted(int(p.name[5:]) for p in path.parent.glob("step_*") if _STEP.fullmatch(p.name))
+    beside = [p for p in path.parent.glob("step_*") if _STEP.fullmatch(p.name) and p.is_dir()]
+    steps = sorted(int(p.name[5:]) for p in beside)
     newest = f". The newest step there is step_{steps[-1]}" if steps else ""
     return f"{path}: expected a folder, found {found}{newest}"
 

@@ -146,6 +146,10 @@ class LocalStorage:
             found = os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError as error:
+            if error.errno == errno.ELOOP:  # a link in a circle leads to nothing, like a dead one
+                return None
+            raise
         return FileInfo(is_folder=stat.S_ISDIR(found.st_mode), size_bytes=found.st_size)
 
     def link(self, target: str, path: str) -> bool:

@@ -469,3 +469,20 @@ def test_what_cant_be_read_just_now_isnt_taken_for_damaged(tmp_path: Path, numbe
     save_steps(tmp_path / "out", 1)
     with pytest.raises(OSError, match="as the system says"):
         inspect(UnreadableStorage(number), str(tmp_path / "out/step_1"))
+
+
+@pytest.mark.parametrize("target", ["step_2", "nowhere"], ids=["in a circle", "to nothing"])
+def test_a_link_that_leads_nowhere_is_a_torn_step_and_makes_room(
+    tmp_path: Path, target: str
+) -> None:
+    out = tmp_path / "out"
+    save_steps(out, 1)
+    (out / "step_2").symlink_to(target)
+    with Checkpointer(out) as checkpointer:
+        assert [(info.step, info.status) for info in checkpointer.steps()] == [
+            (1, "complete"),
+            (2, "torn"),
+        ]
+        checkpointer.save(Loop().run_to(2).state, step=2).result()
+    assert inspect(LocalStorage(), str(out / "step_2")).is_complete
+    assert not (out / "step_2").is_symlink()

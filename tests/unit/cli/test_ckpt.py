@@ -204,6 +204,19 @@ def test_a_step_that_is_pruned_while_a_run_is_verified_is_not_damaged(
     assert capsys.readouterr().out == "step_2: intact\nstep_4: intact\n"
 
 
+@pytest.mark.parametrize("target", ["step_99", "nowhere"], ids=["in a circle", "to nothing"])
+def test_a_step_that_is_a_link_to_nothing_is_damaged(
+    run: Path, capsys: pytest.CaptureFixture[str], target: str
+) -> None:
+    (run / "step_99").symlink_to(target)
+    assert main(["ckpt", "verify", str(run)]) == 1
+    assert "error: step_99: damaged; don't use it" in capsys.readouterr().err
+    assert main(["ckpt", "verify", str(run / "step_99")]) == 1
+    said = capsys.readouterr().err
+    assert "step_99: expected a folder, found nothing. The newest step there is step_" in said
+    assert "there is step_99" not in said
+
+
 def test_verify_json_maps_steps_to_problems(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ckpt", "verify", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"1": [], "2": [], "4": []}
