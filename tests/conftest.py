@@ -46,6 +46,18 @@ def heard_hangup() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
+@pytest.fixture
+def own_compiler_state() -> Iterator[None]:
+    """What compiling sets for the whole process; forms of one test don't count towards another's.
+
+    The values are torch's own.
+    """
+    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False):
+        torch._dynamo.reset()
+        yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(autouse=True)
 def no_environment_leaks() -> Iterator[None]:
     """A test that changes the environment and forgets it would change the next one."""

@@ -29,12 +29,8 @@ def kernels_that_repeat_their_bits() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def own_compiler_state() -> Iterator[None]:
-    """Forms that one test has compiled don't count towards another one's limit."""
-    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False):
-        torch._dynamo.reset()
-        yield
-    torch._dynamo.reset()
+def compiled_apart(own_compiler_state: None) -> None:
+    """Here many tests compile: each has a state of its own."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +34,10 @@ from tests.helpers.sharded import build_config
 from tests.helpers.tiny import write_model
 
 # torch reads .grad of activations while it compiles, and hides this warning in its own way.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-
-
-@pytest.fixture(autouse=True)
-def own_compiler_state() -> Iterator[None]:
-    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False):
-        torch._dynamo.reset()
-        yield
-    torch._dynamo.reset()
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+    pytest.mark.usefixtures("own_compiler_state"),
+]
 
 
 @pytest.mark.slow

@@ -159,7 +159,7 @@ def test_validate_full_tells_it_before_the_model_is_loaded(
     assert "activations come on top" in " ".join(capsys.readouterr().err.split())
 
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100_000))
-    monkeypatch.setattr("legato.recipes.training.build_parts", None)  # not reached
+    monkeypatch.setattr("legato.recipes.rehearsal.build_parts", None)  # not reached
     assert legato("validate", config, "--full") == 2
     told = " ".join(capsys.readouterr().err.split())
     assert "memory: training keeps 4" in told

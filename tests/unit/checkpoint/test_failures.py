@@ -7,13 +7,14 @@ import logging
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
+import psutil
 import pytest
 import torch
 
 from legato.checkpoint import Checkpointer, KeepLast
-from legato.checkpoint import preparation as preparation_module
 from legato.checkpoint import saver as saver_module
 from legato.checkpoint.records import PendingSave
 from legato.checkpoint.threads import BackgroundThreads
@@ -181,7 +182,7 @@ def test_a_complete_step_that_somebody_put_there_meanwhile_is_never_overwritten(
 def test_without_memory_for_a_copy_saves_are_written_while_training_stands_still(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(preparation_module, "free_host_bytes", lambda **_: 10)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10))
     loop = Loop()
     with Checkpointer(tmp_path / "out") as checkpointer:
         for step in (1, 2, 3):
@@ -196,7 +197,7 @@ def test_without_memory_for_a_copy_saves_are_written_while_training_stands_still
 def test_a_final_save_that_cannot_be_tried_again_is_an_error_of_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preparation_module, "free_host_bytes", lambda **_: 10)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10))
     loop = Loop()
     checkpointer = Checkpointer(tmp_path / "out", storage=FailingCommits(1))
     checkpointer.save(loop.state, step=loop.step())

@@ -115,6 +115,7 @@ def test_a_window_shorter_than_the_documents_holds_in_packed_rows(
 
 @pytest.mark.parametrize("attention", ["auto", "varlen", "sdpa", "eager", "compiled"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.usefixtures("own_compiler_state")
 def test_loss_and_gradient_of_packed_rows_are_those_of_padded_ones(attention: str) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -129,11 +130,7 @@ def test_loss_and_gradient_of_packed_rows_are_those_of_padded_ones(attention: st
     for packed in (False, True):
         if packed and attention == "compiled":
             settle_packing(model, decode, attention="auto", max_seq_len=40, is_compiled=True)
-            patched = torch._dynamo.config.patch(
-                recompile_limit=8, fail_on_recompile_limit_hit=False
-            )
-            with patched:  # compile_in_place sets them for the whole process
-                compile_in_place(model, backend="aot_eager", dynamic=False)
+            compile_in_place(model, backend="aot_eager", dynamic=False)
         elif packed:
             settle_packing(model, decode, attention=attention, max_seq_len=40)
         if packed:

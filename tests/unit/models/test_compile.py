@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,15 +24,10 @@ from tests.helpers import families
 from tests.unit.models.test_wrap import loss_and_gradients
 
 # torch reads .grad of activations while it compiles, and hides this warning in its own way.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-
-
-@pytest.fixture(autouse=True)
-def own_compiler_state() -> Iterator[None]:
-    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False):
-        torch._dynamo.reset()
-        yield
-    torch._dynamo.reset()
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+    pytest.mark.usefixtures("own_compiler_state"),
+]
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
