@@ -84,6 +84,7 @@ def build_cached(
         "excess_length": excess_length,
         "on_bad_row": on_bad_row,
     }
+    before = _file_states(specs)
     key = None if folder is None else rows_key(specs, formatter=formatter, options=options)
     if folder is None or key is None:
         return build_data(specs, formatter=formatter, num_workers=num_workers, **options)
@@ -93,10 +94,19 @@ def build_cached(
         mark_used(entry)
         return _noted(data, f"tokenized rows: read from {entry}")
     data = build_data(specs, formatter=formatter, num_workers=num_workers, **options)
+    after = _file_states(specs)
+    if after != before:
+        # Under the name of the old bytes the rows of the new ones would be found later.
+        changed = min({file for file, _ in before.items() ^ after.items()})
+        warning = f"warning: {changed} changed while it was read: rows of both may be trained on"
+        report = replace(data.report, warnings=(*data.report.warnings, warning))
+        return _noted(replace(data, report=report), "tokenized rows: not kept, as a file changed")
     try:
         store_rows(entry, data)
     except OSError as error:
-        return _noted(data, f"tokenized rows: not kept, {entry}: {error.strerror or error}")
+        # Of a full disk numpy tells how many bytes went there, without an error number.
+        problem = error.strerror or f"no room there? {error}"
+        return _noted(data, f"tokenized rows: not kept, {entry}: {problem}")
     prune_rows(folder)
     return _noted(data, f"tokenized rows: made, and kept in {entry}")
 
@@ -130,6 +140,16 @@ def rows_key(
     }
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _file_states(specs: Sequence[DatasetSpec]) -> dict[str, tuple[int, ...]]:
+    """What changes with a file's bytes, also where its time is set back."""
+    files = [file for spec in specs for file in local_files(spec.path, split=spec.split) or ()]
+    found = {str(file): file.stat() for file in files}
+    return {
+        file: (each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns)
+        for file, each in found.items()
+    }
 
 
 def _digest(files: Sequence[Path]) -> str:

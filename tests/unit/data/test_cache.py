@@ -48,6 +48,26 @@ def test_the_second_build_reads_what_the_first_one_made(tmp_path: Path, rows: Pa
     assert second.weights == (1.0,)
 
 
+def test_rows_of_a_file_that_changes_while_it_is_read_are_not_kept_under_its_old_bytes(
+    tmp_path: Path, rows: Path
+) -> None:
+    was = rows.read_text()
+
+    class Meanwhile(ChatFormatter):
+        @property
+        def fingerprint(self) -> Any:  # asked for once the bytes are known
+            rows.write_text(was.replace("Oslo", "Bonn"))
+            return super().fingerprint
+
+    made = build(rows, tmp_path / "cache", formatter=Meanwhile(tiny.build_tokenizer()))
+    assert made.report.lines()[0] == "tokenized rows: not kept, as a file changed"
+    assert made.report.warnings == (
+        f"warning: {rows} changed while it was read: rows of both may be trained on",
+    )
+    rows.write_text(was)
+    assert note_of(build(rows, tmp_path / "cache")) == "made, and kept in"
+
+
 @pytest.mark.parametrize(
     "changes",
     [
