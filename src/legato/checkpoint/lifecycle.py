@@ -18,6 +18,7 @@ its manifest, written last, is the commit.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import posixpath
 import re
@@ -129,6 +130,27 @@ class RunFolder:
                     "Move it away, or choose another output_dir.",
                     path=self._at(name),
                 )
+
+    def refuse_long_paths(self) -> None:
+        """See that a file system takes the longest path of a save: the last one is too late.
+
+        Raises:
+            CheckpointError: It doesn't; ``.path``.
+        """
+        temporary = f".step_{10**9}.tmp-{'0' * 12}-{self._writer}"
+        path = self._at(f"{temporary}/{STATE_FOLDER}/optimizer-00001-of-00001.safetensors")
+        if not self.storage.atomic_rename:  # an object store has no such bound
+            return
+        try:
+            self.storage.stat(path)
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            raise CheckpointError(
+                f"{self.path} is too long, and its checkpoints' files need {len(path)} characters. "
+                "Choose an output_dir with a shorter path.",
+                path=self.path,
+            ) from error
 
     # ---- a save ----------------------------------------------------------------------------
 

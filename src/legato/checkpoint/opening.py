@@ -290,13 +290,15 @@ def open_run(
         The opening as JSON (`read_opening` turns it back), and the steps that are there now.
 
     Raises:
-        CheckpointError: Somebody's own file has the name of a step or of the lock; ``.path``.
+        CheckpointError: Somebody's own file has the name of a step or of the lock, or the path is
+            too long; ``.path``.
     """
     storage = folder.storage
     with writing_to(folder.path):
         if storage.stat(folder.path) is None:
             storage.make_folder(folder.path)
         folder.refuse_files()
+        folder.refuse_long_paths()
         if lock is not None:
             lock.acquire(wait_seconds=start.lock_wait_seconds)
     previous: Mapping[str, Any] = lock.previous if lock is not None else {}

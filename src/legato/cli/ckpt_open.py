@@ -28,7 +28,8 @@ _STEP = re.compile(r"step_[0-9]+")
 def is_step(path: Path) -> bool:
     """Whether ``path`` is a step's folder, by its name or by what is in it."""
     # Not resolve(): it raises at a link in a circle.
-    return bool(_STEP.fullmatch(os.path.basename(os.path.realpath(path)))) or (path / "manifest.json").is_file()
+    name = os.path.basename(os.path.realpath(path))
+    return bool(_STEP.fullmatch(name)) or (path / "manifest.json").is_file()
 
 
 def _why_none(path: Path) -> str:

@@ -17,6 +17,7 @@ from legato.checkpoint import Checkpointer, KeepLast
 from legato.checkpoint.inspection import inspect
 from legato.checkpoint.lifecycle import RunFolder
 from legato.errors import (
+    CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     CheckpointTornError,
@@ -486,3 +487,16 @@ def test_a_link_that_leads_nowhere_is_a_torn_step_and_makes_room(
         checkpointer.save(Loop().run_to(2).state, step=2).result()
     assert inspect(LocalStorage(), str(out / "step_2")).is_complete
     assert not (out / "step_2").is_symlink()
+
+
+def test_a_path_that_leaves_no_room_for_a_checkpoint_is_refused_at_the_start(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path
+    while len(str(out)) < 3900:
+        out /= "d" * 90
+    assert len(str(out / "metrics.jsonl")) < os.pathconf(tmp_path, "PC_PATH_MAX")
+    save_steps(out, 1)
+    out /= "e" * (4010 - len(str(out)))
+    with pytest.raises(CheckpointError, match="is too long, and its checkpoints' files need 4"):
+        Checkpointer(out)
