@@ -155,7 +155,15 @@ OWN_KEYS_INSIDE = ("model", "dataset", "dataset_val")
 
 
 def spelled(path: KeyPath, spellings: dict[KeyPath, str]) -> str:
-    """The key as the person wrote it, with ours behind it where the two differ."""
+    """A key as the person wrote it.
+
+    Args:
+        path: Our key.
+        spellings: Our key -> the word that stood for it.
+
+    Returns:
+        The dotted key, with ours behind it in parentheses where the two differ.
+    """
     ours = dotted(path)
     for length in range(len(path), 0, -1):
         written = spellings.get(path[:length])
@@ -167,7 +175,12 @@ def spelled(path: KeyPath, spellings: dict[KeyPath, str]) -> str:
 
 
 def resolve_file(layer: Layer, spellings: dict[KeyPath, str]) -> None:
-    """Rename aliases in a file's layer, in place; clashes go to its problems."""
+    """Rename aliases in a file's layer, in place.
+
+    Args:
+        layer: The file. Of two spellings of one key the second goes, and is one of its problems.
+        spellings: Gets what was renamed: our key -> the word in the file.
+    """
     for alias, path in ALIASES.items():
         if alias not in layer.data:
             continue
@@ -185,9 +198,16 @@ def resolve_file(layer: Layer, spellings: dict[KeyPath, str]) -> None:
 def resolve_overrides(
     overrides: list[Override], layer: Layer, spellings: dict[KeyPath, str]
 ) -> list[Override]:
-    """Rename aliases in a command line; clashes go to ``layer.problems``.
+    """Rename aliases in a command line.
 
-    ``dataset=``, ``dataset.path=`` and so on become one ``datasets`` of one entry.
+    Args:
+        overrides: What was typed, in order.
+        layer: The command line: gets a problem for each clash of two spellings of one key.
+        spellings: Gets what was typed: our key -> the word.
+
+    Returns:
+        Overrides of our keys. ``dataset=``, ``dataset.path=`` and so on became one ``datasets`` of
+        one entry, at the end.
     """
     result: list[Override] = []
     dataset: dict[Any, Any] = {}

@@ -67,7 +67,16 @@ class _TextLoader(yaml.SafeLoader):
 
 
 def read_yaml(text: str, *, name: str) -> Layer:
-    """Read a config file's text; what can't be read is in ``.problems``."""
+    """Read a config file's text.
+
+    Args:
+        text: YAML.
+        name: How errors call the file.
+
+    Returns:
+        Keys and values, scalars as they were typed, with their lines; what can't be read is in
+        ``.problems``.
+    """
     layer = Layer(name)
     try:
         node = yaml.compose(text, Loader=_TextLoader)

@@ -102,7 +102,17 @@ def _chunks_of(
 def check_options(
     specs: Sequence[DatasetSpec], max_seq_len: int, excess_length: str, on_bad_row: str
 ) -> None:
-    """Refuse what no reading could follow, all at once."""
+    """Refuse what no reading could follow.
+
+    Args:
+        specs: What to read.
+        max_seq_len: Most tokens of a sample.
+        excess_length: What happens to a longer one.
+        on_bad_row: What happens to a row that can't be used.
+
+    Raises:
+        ConfigError: All that is wrong, at once; ``.problems``.
+    """
     problems = [
         f"{spec.path}: weight: {spec.weight}: above 0" for spec in specs if spec.weight <= 0
     ]

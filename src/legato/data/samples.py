@@ -287,7 +287,13 @@ class SampleColumns:
         self._datasets = array.array("q")
 
     def append(self, sample: Sample, *, row: int, dataset: int) -> None:
-        """Add a sample made from source row ``row`` of data set number ``dataset``."""
+        """Add a sample.
+
+        Args:
+            sample: It is copied.
+            row: Number, from 0, of the source row over all data sets that it was made from.
+            dataset: Number of its data set, from 0.
+        """
         sample_id = sample.sample_id.encode()
         self._tokens.frombytes(sample.input_ids.astype(np.intc).tobytes())
         self._trained += sample.trained.tobytes()
@@ -298,7 +304,15 @@ class SampleColumns:
         self._datasets.append(dataset)
 
     def finish(self, *, weights: Iterable[float], report: DataReport) -> TokenizedData:
-        """All samples so far as columns."""
+        """All samples so far as columns.
+
+        Args:
+            weights: How many times a row of each data set appears in an epoch.
+            report: What became of the rows.
+
+        Returns:
+            The samples, in the order in which they were added.
+        """
         lengths = np.array(self._lengths, dtype=np.int64)
         id_lengths = np.array(self._id_lengths, dtype=np.int64)
         id_ends = np.cumsum(id_lengths)

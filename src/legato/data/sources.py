@@ -96,7 +96,19 @@ def read_rows(
 
 
 def local_files(path: str, *, split: str | None = None) -> list[Path] | None:
-    """The files that :func:`read_rows` would read, in its order; None for a data set on the hub."""
+    """The files that :func:`read_rows` would read.
+
+    Args:
+        path: As :func:`read_rows` takes it.
+        split: As :func:`read_rows` takes it.
+
+    Returns:
+        Files in its order; None where the ``datasets`` library finds them: on the hub, or of a
+        folder's split.
+
+    Raises:
+        DataError: No data file there, or one that can't be read as one; ``.path``.
+    """
     place = os.path.expanduser(path)
     if split is not None or not (os.path.exists(place) or glob.has_magic(place)):
         return None

@@ -12,7 +12,7 @@ from legato.data.spans import TemplateProblem
 def refuse_unknown(
     ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, vocab_size: int | None
 ) -> None:
-    """Raise :class:`TemplateProblem` where a token isn't one of the model's.
+    """See that every token is one of the model's.
 
     Only what is used counts: tokenizers hold tokens that their model never sees, as those of images
     for a family's text model.
@@ -21,6 +21,9 @@ def refuse_unknown(
         ids: Tokens of a row.
         tokenizer: Who made them.
         vocab_size: Rows of the model's embedding; None: nobody knows.
+
+    Raises:
+        TemplateProblem: The token, its id, and how many the model has.
     """
     problem = unknown_token(ids, tokenizer, vocab_size)
     if problem is not None:
@@ -33,7 +36,16 @@ def refuse_unknown(
 def unknown_token(
     ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, vocab_size: int | None
 ) -> str | None:
-    """What is wrong with the highest of ``ids``; None: the model has a row for each."""
+    """What is wrong with tokens that a model may not have.
+
+    Args:
+        ids: Tokens.
+        tokenizer: Who made them.
+        vocab_size: Rows of the model's embedding; None: nobody knows.
+
+    Returns:
+        Of the highest id, what to tell; None: the model has a row for each.
+    """
     highest = max(ids, default=0)
     if vocab_size is None or highest < vocab_size:
         return None

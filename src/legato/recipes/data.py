@@ -104,7 +104,16 @@ def read_samples(config: RunConfig, *, start_date: date) -> Samples:
 
 
 def first_samples(samples: Samples, *, count: int, seed: int) -> list[Sample]:
-    """The samples that a run comes to first, each as a row of its own."""
+    """The samples that a run comes to first, each as a row of its own.
+
+    Args:
+        samples: What its data sets hold.
+        count: How many; fewer where there are fewer.
+        seed: The run's.
+
+    Returns:
+        Samples in the order of the first epoch, or of a stream's first block.
+    """
     data = samples.train
     if samples.first_row is None:
         order = EpochOrder(data, seed=seed, shuffle=True).epoch(0)

@@ -127,7 +127,12 @@ def free_bytes(folder: Path) -> int | None:
 
 
 def introduce(facts: StartFacts, data: RunData) -> None:
-    """Say what is about to be trained, and show one row as the model will see it."""
+    """Say what is about to be trained, and show one row as the model will see it.
+
+    Args:
+        facts: For the start block; their advice comes last, as warnings.
+        data: What became of the rows, and the first one.
+    """
     for line in data.train.report.lines():
         logger.info("%s", line)
     if data.held_out is not None:

@@ -37,12 +37,34 @@ class Trained:
 
 
 def full(model: PreTrainedModel, config: RunConfig) -> Trained:
-    """Full fine-tuning: every weight trains, a step folder is a whole model."""
+    """Full fine-tuning: every weight trains, a step folder is a whole model.
+
+    Args:
+        model: As it was loaded, with or without its weights.
+        config: The run; nothing of it matters here.
+
+    Returns:
+        The model itself.
+    """
     return Trained(module=model, kind="model", keys=None, files=model_files(model))
 
 
 def lora(model: PreTrainedModel, config: RunConfig) -> Trained:
-    """LoRA: the base is frozen, a step folder is a PEFT adapter."""
+    """LoRA: the base is frozen, a step folder is a PEFT adapter.
+
+    Args:
+        model: The base, with or without its weights; it is taken over and wrapped in place.
+        config: The run; its ``lora_``, ``use_`` and ``quantize_base`` keys say which adapter.
+
+    Returns:
+        The base with its adapter, which alone trains.
+
+    Raises:
+        ConfigError: An adapter that this base can't have.
+
+    Source:
+        Hu et al. 2021, arXiv:2106.09685; see :func:`~legato.models.lora.attach_lora`.
+    """
     adapter = attach_lora(
         model,
         lora_rank=config.lora_rank,

@@ -146,7 +146,18 @@ def _check_dtype(dtype: str, device: torch.device) -> None:
 
 
 def plan_sharding(config: RunConfig, world: World) -> Sharding | None:
-    """How the config spreads the model over the ranks; None: each has all of it, being alone."""
+    """How the config spreads the model over the ranks.
+
+    Args:
+        config: The run.
+        world: The ranks.
+
+    Returns:
+        The mesh and what is gathered when; None: one rank has all of it, and nothing is offloaded.
+
+    Raises:
+        ConfigError: A mesh that doesn't fit the ranks, or an offload from where nothing is.
+    """
     plan = check_mesh(config, world=world)
     if plan.world_size == 1 and not config.cpu_offload:
         return None

@@ -74,7 +74,19 @@ def write_config(config: RunConfig, *, config_name: str, config_yaml: str) -> No
 def open_metrics(
     config: RunConfig, *, loggers: Sequence[Logger], is_ours: Callable[[], bool]
 ) -> MetricsLog:
-    """The run's ``metrics.jsonl``; `CheckpointWriteError` where it can't be written."""
+    """Open the run's ``metrics.jsonl``, to add to it.
+
+    Args:
+        config: The run.
+        loggers: What else hears of each event.
+        is_ours: Whether this run still holds output_dir: else a file that has gone is left so.
+
+    Returns:
+        The log. Close it in the end.
+
+    Raises:
+        CheckpointWriteError: It can't be written.
+    """
     with writing_to(config.output_dir):
         path = Path(config.output_dir, METRICS_NAME)
         return MetricsLog(path, loggers=loggers, is_ours=is_ours)

@@ -137,7 +137,15 @@ def _evaluation(loader: Loader | None, model: TrainableModel, world: World) -> E
 
 
 def tokenizer_files(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> dict[str, bytes]:
-    """The tokenizer's files with the template that training used, whatever it came with."""
+    """The tokenizer's files with the template that training used, whatever it came with.
+
+    Args:
+        tokenizer: The model's; left as it was.
+        chat_template: The template as text.
+
+    Returns:
+        Name -> bytes, as a step folder holds them.
+    """
     own = tokenizer.chat_template
     tokenizer.chat_template = chat_template
     try:

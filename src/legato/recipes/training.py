@@ -176,7 +176,22 @@ def _run(
 def open_checkpointer(
     config: RunConfig, *, config_name: str, config_yaml: str, start_over: bool, world: World
 ) -> Checkpointer:
-    """Lock output_dir, clean up what a crash left, and find the step to resume from."""
+    """Collective: lock output_dir, clean up what a crash left, find the step to resume from.
+
+    Args:
+        config: The run; decides when to save and what to keep.
+        config_name: What it is called; its file in each step folder.
+        config_yaml: The resolved config as text.
+        start_over: Move steps that are in the way to ``output_dir/.old-<time>/`` first.
+        world: The ranks; those of a restart wait a while for the lock.
+
+    Returns:
+        The checkpointer. Close it in the end.
+
+    Raises:
+        OutputDirLockedError: Another run is using output_dir.
+        CheckpointError: What else keeps the run from beginning, as `Checkpointer` lists it.
+    """
     return Checkpointer(
         config.output_dir,
         save=save_policy(config),
