@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from legato.report.metrics import read_events
+from tests.helpers import tiny
 from tests.helpers.runs import RECIPES, legato, losses, steps_in, write_config
 
 pytestmark = pytest.mark.slow
@@ -41,6 +42,15 @@ def wait_for_step(output_dir: Path, step: int, process: subprocess.Popen[bytes])
     raise AssertionError(f"step {step} wasn't reached")
 
 
+def evaluations(output_dir: Path) -> dict[int, float]:
+    """Step -> evaluation loss; one that was told twice is the same."""
+    found: dict[int, float] = {}
+    for event in read_events(output_dir / "metrics.jsonl"):
+        if event["event"] == "eval":
+            assert found.setdefault(event["step"], event["eval_loss"]) == event["eval_loss"]
+    return found
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(
     ("number", "code"),
@@ -64,6 +74,39 @@ def test_a_stop_signal_saves_the_step_it_came_in_and_the_same_command_goes_on(
     assert step < 400
     assert legato("run", "--config", config, f"stop_after_step={step + 1}") == 0
     assert steps_in(out) == [step, step + 1]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_evaluation_that_a_stop_cut_short_is_made_up_for(
+    tmp_path: Path, tiny_model_dir: Path, recipe: str
+) -> None:
+    held_out = tiny.write_orders(tmp_path / "held_out.jsonl", num_rows=20)
+    often = tmp_path / "often.jsonl"
+    often.write_text(held_out.read_text() * 40)  # a second of evaluation
+    config = write_config(
+        tmp_path,
+        model=tiny_model_dir,
+        recipe=recipe,
+        eval_datasets=[{"path": str(often)}],
+        run_val_every_n_steps=2,
+        epochs=None,
+        max_steps=4,
+    )
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert legato("run", "--config", config, f"output_dir={whole}") == 0
+    expected = evaluations(whole)
+    assert list(expected) == [2, 4]
+    for step in (2, 4):
+        process = start(config)
+        wait_for_step(out, step, process)
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=120)
+        assert process.returncode == 143, (tmp_path / "said.txt").read_text()
+        assert steps_in(out)[-1] == step
+        assert step not in evaluations(out)
+    assert legato("run", "--config", config) == 0
+    assert evaluations(out) == expected
+    assert losses(out) == losses(whole)
 
 
 def test_a_run_whose_reader_has_gone_trains_on_and_saves_when_it_is_stopped(

@@ -204,7 +204,8 @@ def has_steps_left(
     """
     if opened.source is None:
         return True
-    if state.step >= plan_last_step(config, total_steps=total_steps):
+    is_done = state.step >= plan_last_step(config, total_steps=total_steps)
+    if is_done and not state.evaluation_left:
         logger.info(_nothing_left(state.step, config, total_steps=total_steps))
         return False
     _say_new_batch(state, loader)

@@ -35,6 +35,8 @@ class TrainState:
             gives the train loss that ``best`` watches when there is no evaluation data.
         window_loss_tokens: Trained tokens since the last save.
         best: Best metric so far; None until one was measured.
+        evaluation_left: A stop cut the evaluation after ``step`` short: the resumed run begins
+            with it.
         data_place: Where training stands in the data; None: at its beginning.
         facts: What belongs to the run and not to the process: seed, global batch, schedule,
             start date (templates with a date keep the first start's), config.
@@ -48,6 +50,7 @@ class TrainState:
     window_loss_sum: float = 0.0
     window_loss_tokens: int = 0
     best: BestMetric | None = None
+    evaluation_left: bool = False
     data_place: dict[str, Any] | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     process: dict[str, Any] = field(default_factory=dict)
@@ -108,6 +111,7 @@ class TrainState:
             self.window_loss_sum = float(state["window_loss_sum"])
             self.window_loss_tokens = int(state["window_loss_tokens"])
             self.best = BestMetric(**state["best"]) if state["best"] else None
+            self.evaluation_left = bool(state.get("evaluation_left"))  # older steps don't say
             self.data_place = state["data_place"]
             self.facts = dict(state["facts"])
         except KeyError as error:

@@ -201,11 +201,11 @@ class Trainer:
         """
         self.model.module.train()
         metrics: dict[str, Any] = {}
-        stopped_by: int | None = None
         first_step = self.state.step + 1
         with self._signals:
+            stopped_by = self._make_up_for_evaluation()
             try:
-                for step in range(first_step, self.last_step + 1):
+                for step in range(first_step, self.last_step + 1) if stopped_by is None else ():
                     began, compiled = time.perf_counter(), self._compile_seconds()
                     fetched = self._fetch(step)
                     result = self._train_step(step, fetched.batches)
@@ -307,11 +307,23 @@ class Trainer:
         values: dict[str, Any] = {}
         if self.evaluate is not None:
             values = dict(self.evaluate(self._signals.stop_requested) or {})
+            self.state.evaluation_left = not values
         if values:
             self.reporter.evaluated(step, values)
         if self.answer_prompts is not None and not self._signals.stop_requested():
             self.reporter.sampled(step, self.answer_prompts())
         return values
+
+    def _make_up_for_evaluation(self) -> int | None:
+        """Evaluate after the step that a stop came in; the signal of another stop, if one comes.
+
+        That step is saved already, so what is found is told and doesn't count for `best`.
+        """
+        if not self.state.evaluation_left:
+            return None
+        self.state.evaluation_left = False
+        self._evaluate_if_due(self.state.step)
+        return self._signals.poll().stop if self._signals.stop_requested() else None
 
     def _save_if_due(
         self, step: int, fetched: StepBatches, metrics: Mapping[str, Any], *, signalled: bool
