@@ -1,1 +1,1 @@
-"""legato.models."""
+"""Models of transformers: loaded, adapted, quantized, compiled, sharded, merged, handed on."""

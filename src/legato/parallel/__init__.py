@@ -1,1 +1,1 @@
-"""legato.parallel."""
+"""Processes of a run: how they are launched, meet, talk, and hear of each other's end."""

@@ -74,7 +74,7 @@ class Storage(Protocol):
         """Return the names in a folder, sorted; ``[]`` if there is no such folder."""
 
     def stat(self, path: str) -> FileInfo | None:
-        """Return what lies at ``path`` (links followed), or ``None``."""
+        """Return what lies at ``path`` (links followed); ``None``: nothing, or a dead link."""
 
     def link(self, target: str, path: str) -> bool:
         """Point ``path`` at the relative ``target``, atomically; false where links don't work.

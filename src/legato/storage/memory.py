@@ -158,6 +158,10 @@ class MemoryStorage:
                 node = self._node(path)
             except (FileNotFoundError, NotADirectoryError):
                 return None
+            except OSError as error:
+                if error.errno == errno.ELOOP:  # as on a disk: like a dead one
+                    return None
+                raise
             size_bytes = len(node.data) if isinstance(node, File) else 0
             return FileInfo(is_folder=isinstance(node, Folder), size_bytes=size_bytes)
 

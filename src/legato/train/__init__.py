@@ -1,1 +1,1 @@
-"""legato.train."""
+"""The loop, its step, and what a resumed run needs to know of both."""

@@ -173,6 +173,14 @@ def test_a_link_never_takes_the_place_of_a_file_or_a_folder(fresh: Fresh) -> Non
     assert storage.read_bytes(f"{root}/latest") == b"somebody's own"
 
 
+def test_a_link_in_a_circle_is_nothing_and_cant_be_read(fresh: Fresh) -> None:
+    storage, root = fresh
+    assert storage.link("latest", f"{root}/latest")
+    assert storage.stat(f"{root}/latest") is None
+    with pytest.raises(OSError, match="symbolic links"):
+        storage.read_bytes(f"{root}/latest")
+
+
 def test_a_dangling_link_is_nothing(fresh: Fresh) -> None:
     storage, root = fresh
     assert storage.link("step_9", f"{root}/latest")
