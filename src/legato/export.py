@@ -20,7 +20,7 @@ import torch
 from legato.errors import ModelError, UsageError
 from legato.models.adapter import file_dtype, is_adapter
 from legato.models.folder import find_model, read_config, weight_files
-from legato.models.gguf import plain_weights
+from legato.models.gguf import partial_path, plain_weights, remove_leftovers
 from legato.models.gguf_llama import DTYPES, stop_ids, write_llama_gguf
 from legato.models.load import load_model, load_tokenizer
 from legato.models.quiet import silence_known_noise, without_weight_bars
@@ -90,7 +90,8 @@ def export_gguf(
     weight_files(folder)
     dtype = _checked_dtype(dtype, folder)
     script = _find_converter(converter)
-    partial = output.parent / f".{output.name}.partial-{os.getpid()}"
+    remove_leftovers(output)
+    partial = partial_path(output)
     partial.mkdir(parents=True)
     try:
         file = partial / "model.gguf"
@@ -216,6 +217,12 @@ def _check_logits(folder: Path, file: Path, *, exact: bool) -> float | None:
     vocabulary = len(load_tokenizer(folder))
     rows = torch.randint(vocabulary, (2, 32), generator=torch.Generator().manual_seed(0))
     expected = _logits(load_model(folder, dtype=torch.float32), rows)
+    if not bool(expected.isfinite().all()):
+        raise ModelError(
+            f"{folder}: its own logits aren't numbers: its weights are damaged, or were never "
+            "sound. Export another step.",
+            path=str(folder),
+        )
     difference = _rms(_logits(found_model, rows) - expected) / _rms(expected)
     # Same dtype: only the order of additions differs. Fewer bits: what rounding does to a model.
     limit = 1e-4 if exact else 0.05

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -201,14 +202,37 @@ def test_a_file_with_other_logits_never_gets_its_name(
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_missing_tensor_is_named(folder: Path, tmp_path: Path) -> None:
+UP, Q = "model.layers.1.mlp.up_proj.weight", "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda tensors: tensors.pop(UP), f"don't fit config.json. {UP} of the model isn't in"),
+        (lambda tensors: tensors.update({Q: tensors[Q][:5].clone()}), rf"{Q} \(5, 32\) in the"),
+        (lambda tensors: tensors[UP].fill_(torch.nan), "its own logits aren't numbers"),
+    ],
+    ids=["missing", "another shape", "NaN"],
+)
+def test_damaged_weights_are_told_and_not_exported(
+    folder: Path, tmp_path: Path, damage: Any, message: str
+) -> None:
     weights = load_file(folder / "model.safetensors")
-    del weights["model.layers.1.mlp.up_proj.weight"]
+    damage(weights)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        ModelError, match=r"1 tensors are missing or unknown, such as model\.layers\.1"
-    ):
+    with pytest.raises(ModelError, match=message):
         export_gguf(folder, output=tmp_path / "model.gguf")
+    assert not list(tmp_path.glob("*model.gguf*"))
+
+
+def test_what_a_killed_export_left_is_cleared_up_by_the_next(folder: Path, tmp_path: Path) -> None:
+    # In a container the next process may have the same number.
+    left = tmp_path / f".model.gguf.partial-{os.getpid()}"
+    left.mkdir()
+    (left / "model.gguf").write_bytes(b"half")
+    (tmp_path / f".model.gguf.partial-{2**22 + 1}").mkdir()  # above every number of a process
+    export_gguf(folder, output=tmp_path / "model.gguf")
+    assert not list(tmp_path.glob(".model.gguf*"))
 
 
 CONVERTER = """

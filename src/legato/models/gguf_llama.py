@@ -12,8 +12,9 @@ import torch
 from legato.errors import ModelError, UnsupportedModelError
 from legato.hf_folder import FolderReader
 from legato.models.folder import read_config, read_object
-from legato.models.load import load_tokenizer
+from legato.models.load import load_meta_model, load_tokenizer
 from legato.storage import LocalStorage
+from legato.words import counted
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 """llama.cpp's names of what weights may be written as."""
@@ -65,7 +66,7 @@ def write_llama_gguf(folder: Path, file: Path, *, dtype: str) -> None:
     Raises:
         UnsupportedModelError: Not a plain Llama, or a tokenizer that isn't byte-level BPE;
             ``.path``.
-        ModelError: Tensors that a Llama hasn't, or lacks; ``.path``.
+        ModelError: Tensors that a Llama hasn't, or lacks, or of another shape; ``.path``.
     """
     import gguf
 
@@ -76,6 +77,8 @@ def write_llama_gguf(folder: Path, file: Path, *, dtype: str) -> None:
     try:
         _add_facts(writer, config, name=folder.name, dtype=dtype)
         _add_tokenizer(writer, tokenizer, config, folder=folder)
+        # Built without memory: what the files hold is what config.json says of them.
+        load_meta_model(folder, dtype=torch.float32)
         tensors = _named_tensors(FolderReader(LocalStorage(), str(folder)), config)
         _write_tensors(writer, tensors, dtype=dtype)
     finally:
@@ -226,7 +229,7 @@ def _named_tensors(
     if keys != reader.specs.keys():
         odd = sorted(keys ^ reader.specs.keys())
         raise ModelError(
-            f"{reader.folder}: {len(odd)} tensors are missing or unknown, such as "
+            f"{reader.folder}: {counted(len(odd), 'name')} of tensors missing or unknown, such as "
             f"{', '.join(odd[:3])}.",
             path=reader.folder,
         )
