@@ -309,3 +309,4 @@ def test_a_row_that_makes_the_loss_infinite_stops_the_run_and_is_named(
     message = capsys.readouterr().err
     assert "orders.jsonl:" in message
     assert "on_nonfinite=skip" in message
+    assert "go on from an earlier step (resume_from_checkpoint=<its folder>" in message

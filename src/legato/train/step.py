@@ -137,7 +137,7 @@ def train_step(
             # Backward changes the weights: all that can be known before is the loss.
             result = judge([loss.item()], 0.0)
             if result.skipped:
-                raise _nonfinite_error(result, step=step)
+                raise _nonfinite_error(result, step=step, is_in_backward=True)
             begin_update()
         (loss / num_loss_tokens).backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
@@ -157,7 +157,10 @@ def train_step(
             model.masters.publish()
     optimizer.zero_grad(set_to_none=True)
     if result.skipped and on_nonfinite == "stop":
-        raise _nonfinite_error(result, step=step, weights_changed=in_backward is not None)
+        is_in_backward = in_backward is not None
+        raise _nonfinite_error(
+            result, step=step, is_in_backward=is_in_backward, weights_changed=is_in_backward
+        )
     return result
 
 
@@ -294,17 +297,22 @@ def _nonfinite_ids(batches: Sequence[Batch], sums: list[float], *, world: World)
 
 
 def _nonfinite_error(
-    result: StepResult, *, step: int, weights_changed: bool = False
+    result: StepResult, *, step: int, is_in_backward: bool, weights_changed: bool = False
 ) -> NonFiniteError:
     ids = result.nonfinite_ids
     shown = ", ".join(ids[:8]) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
-    what_now, or_else = "No update was made", "lower optimizer.lr, or set on_nonfinite=skip"
-    if weights_changed:
-        what_now = "The update was made before that was known, so this step isn't saved"
-        or_else = "lower optimizer.lr, or leave optimizer_in_backward out"
+    figures = f"loss {result.loss}, gradient norm {result.grad_norm}"
+    what_now, way_out = "No update was made", "set on_nonfinite=skip"
+    if is_in_backward:  # which can't skip
+        way_out = "leave optimizer_in_backward out"
+        if weights_changed:
+            what_now = "The update was made before that was known, so this step isn't saved"
+        else:
+            figures = f"loss {result.loss}"
     return NonFiniteError(
-        f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}. {what_now}. "
-        f"Samples: {shown}. Look at these rows, {or_else}.",
+        f"step {step}: {figures}. {what_now}. Samples: {shown}. Look at these rows, lower "
+        f"optimizer.lr, or {way_out}. Weights that had diverged before stay so: then go on from "
+        "an earlier step (resume_from_checkpoint=<its folder> and --start-over).",
         step=step,
         sample_ids=ids,
         loss=result.loss,
