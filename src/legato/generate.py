@@ -34,6 +34,8 @@ class Chat:
     tools: Sequence[Mapping[str, Any]] = ()
 
 
+_LEAST_TEMPERATURE = 1e-6
+
 Prompt = str | Sequence[Mapping[str, Any]] | Chat
 
 
@@ -314,7 +316,9 @@ def _generate_options(model: Any, tokenizer: Any, max_new_tokens: int, temperatu
     own = model.generation_config.eos_token_id
     stops = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id} - {None}
     pad = tokenizer.pad_token_id
-    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {}
+    # Nearer to 0 the logits overflow when they are divided by it, and there the choice is certain.
+    is_sampled = temperature >= _LEAST_TEMPERATURE
+    sampling = {"do_sample": True, "temperature": temperature} if is_sampled else {}
     return GenerationConfig(
         max_new_tokens=max_new_tokens,
         use_cache=True,  # load_model switched it off, for training

@@ -20,6 +20,7 @@ from legato.models import gguf_llama
 from tests.helpers import tiny
 from tests.helpers.adapters import write_adapter
 from tests.helpers.families import write_family
+from tests.helpers.faults import no_file_larger_than
 
 
 def edit(file: Path, **changes: Any) -> None:
@@ -314,3 +315,8 @@ def test_the_command_says_what_it_wrote(
     output = tmp_path / "model.gguf"
     assert main(["export", "gguf", str(folder), "--output", str(output)]) == 0
     assert f"{output} is written by legato; its logits differ by" in capsys.readouterr().out
+    output.unlink()
+    with no_file_larger_than(20_000):
+        assert main(["export", "gguf", str(folder), "--output", str(output)]) == 1
+    assert f"{output}: No space left on device. Make room there" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*model.gguf*"))

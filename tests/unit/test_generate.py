@@ -222,6 +222,13 @@ def test_a_template_that_refuses_and_a_token_without_a_row_are_named_errors(
         generate_batch(model, tokenizer, ["two <more 19>"])
 
 
+def test_a_temperature_near_zero_takes_the_most_probable_token(folder: Path) -> None:
+    model, tokenizer = load_for_generation(folder)
+    greedy_answers = answers_of(model, tokenizer, TEXTS, max_new_tokens=4)
+    near = answers_of(model, tokenizer, TEXTS, max_new_tokens=4, temperature=1e-320)
+    assert near == greedy_answers
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_no_numbers_are_an_error_and_no_answer(
     folder: Path, temperature: float

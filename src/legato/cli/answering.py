@@ -21,9 +21,14 @@ Folder = Annotated[
 MaxNewTokens = Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of an answer at most.")]
 Temperature = Annotated[
     float,
-    typer.Option(metavar="NUMBER", min=0.0, help="0: the most probable token; above: samples."),
+    typer.Option(
+        metavar="NUMBER",
+        min=0.0,
+        max=100.0,
+        help="0: the most probable token; above: samples.",
+    ),
 ]
-Seed = Annotated[int, typer.Option(metavar="N", help="Seed of the samples.")]
+Seed = Annotated[int, typer.Option(metavar="N", min=0, max=2**63 - 1, help="Seed of the samples.")]
 ChatTemplate = Annotated[
     str,
     typer.Option(

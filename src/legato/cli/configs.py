@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from legato.cli.errors import write_whole
 from legato.cli.show import show_json, show_table
 
 _MODELINE = "# yaml-language-server: $schema="
@@ -80,7 +81,7 @@ def copy_config(
         target.parent.mkdir(parents=True, exist_ok=True)
     elif not target.parent.is_dir():
         raise UsageError(f"{target.parent}: no such folder. --make-parents makes it")
-    target.write_text(text, encoding="utf-8")
+    write_whole(target, text)
     typer.echo(f"copied to {target}")
 
 

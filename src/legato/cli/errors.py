@@ -28,12 +28,14 @@ LESS_MEMORY = (
 
 _MAKE_ROOM = "Make room there, or choose another place."
 _BE_ALLOWED = "Put its rights in order, or choose another place."
+_NO_FOLDER = "A part of this path is a file, not a folder: choose another place."
 _REMEDIES = {
     errno.ENOSPC: _MAKE_ROOM,
     errno.EDQUOT: _MAKE_ROOM,
     errno.EFBIG: "Choose a place that takes files of this size.",
     errno.EACCES: _BE_ALLOWED,
     errno.EPERM: _BE_ALLOWED,
+    errno.ENOTDIR: _NO_FOLDER,
     errno.EROFS: "It can only be read: choose another place.",
 }
 
@@ -112,8 +114,30 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.strerror is not None:
             error.filename = str(path)
+        raise
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file, or leave what is there as it was: half of one would be taken for all of it.
+
+    Args:
+        file: Text in UTF-8. A link stays one; what it leads to is written.
+        text: All of it.
+
+    Raises:
+        OSError: It can't be written; with its name.
+    """
+    target = Path(os.path.realpath(file))
+    beside = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(target)
+    except OSError as error:
+        with suppress(OSError):
+            beside.unlink()
+        error.filename, error.filename2 = str(file), None
         raise
 
 

@@ -18,7 +18,7 @@ from legato.cli.answering import (
     refuse_damaged,
     refuse_existing,
 )
-from legato.cli.errors import naming
+from legato.cli.errors import write_whole
 
 if TYPE_CHECKING:
     from legato.evaluation.harness import Score
@@ -83,8 +83,7 @@ def evaluate(
     show_table(_COLUMNS, [_row(score) for score in scores])
     if output is not None:
         content = {"model": folder, "limit": limit, "scores": [asdict(score) for score in scores]}
-        with naming(output):
-            output.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_whole(output, json.dumps(content, indent=2) + "\n")
 
 
 def _row(score: Score) -> tuple[str, ...]:

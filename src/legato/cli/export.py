@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from legato.cli.answering import refuse_damaged
+from legato.cli.errors import naming
 
 app = typer.Typer(no_args_is_help=True, help="Write a model in another tool's format.")
 
@@ -46,7 +47,8 @@ def gguf(
 
     show_log()
     refuse_damaged(folder, leaves=True)
-    made = export_gguf(folder, output=output, dtype=dtype, converter=converter)
+    with naming(output):
+        made = export_gguf(folder, output=output, dtype=dtype, converter=converter)
     compared = (
         "its tokens, stop token and chat template are the folder's, its logits weren't compared"
         if made.difference is None

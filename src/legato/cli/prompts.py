@@ -105,7 +105,9 @@ def _read_lines(file: Path, *, raw: bool) -> Iterator[PromptRow]:
     except FileNotFoundError as error:
         raise DataError(f"{file}: there is no such file.", path=str(file)) from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{file}: isn't UTF-8 at byte {error.start}.", path=str(file)) from None
+        raise DataError(
+            f"{file}: isn't UTF-8 at byte {error.start}. Save it as UTF-8.", path=str(file)
+        ) from None
     for number, line in enumerate(lines, start=1):
         if line.strip():
             messages = () if raw else (Message("user", line),)

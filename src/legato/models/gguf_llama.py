@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -81,6 +83,11 @@ def write_llama_gguf(folder: Path, file: Path, *, dtype: str) -> None:
         load_meta_model(folder, dtype=torch.float32)
         tensors = _named_tensors(FolderReader(LocalStorage(), str(folder)), config)
         _write_tensors(writer, tensors, dtype=dtype)
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        # numpy tells how many bytes went to the disk, and not what the system said.
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
     finally:
         writer.close()
 

@@ -10,6 +10,7 @@ import pytest
 from legato.cli.main import main
 from legato.config.catalog import HUB, SCHEMA_FILE
 from legato.config.load import load_config
+from tests.helpers.faults import no_file_larger_than
 
 NAME = "smollm2/135M_lora_single_device"
 
@@ -90,6 +91,20 @@ def test_nothing_is_overwritten_unless_told(capsys: pytest.CaptureFixture[str]) 
     assert Path("my.yaml").read_text() == "mine"
     assert main(["cp", "-f", NAME, "my.yaml"]) == 0
     assert Path("my.yaml").read_text() != "mine"
+
+
+def test_half_a_copy_is_none_and_what_was_there_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.yaml").write_text("mine")
+    for name in ("my.yaml", "mine.yaml"):
+        with no_file_larger_than(100):
+            assert main(["cp", "-f", NAME, name]) == 1
+        assert capsys.readouterr().err.startswith(f"error: {name}: File too large. Choose")
+    assert [path.name for path in Path().iterdir()] == ["mine.yaml"]
+    assert Path("mine.yaml").read_text() == "mine"
+    Path("link.yaml").symlink_to("mine.yaml")
+    assert main(["cp", "-f", NAME, "link.yaml"]) == 0
+    assert Path("link.yaml").is_symlink()
+    assert Path("mine.yaml").read_text() != "mine"
 
 
 def test_folders_are_made_on_request(capsys: pytest.CaptureFixture[str]) -> None:
