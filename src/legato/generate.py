@@ -286,11 +286,18 @@ def _device(model: Any) -> torch.device:
 
 
 def _prompt_tokens(model: Any, tokenizer: Any, prompt: Prompt) -> list[int]:
-    if isinstance(prompt, str):
-        ids: list[int] = tokenizer(prompt)["input_ids"]
-    else:
+    is_text = isinstance(prompt, str)
+    text = prompt
+    if not isinstance(prompt, str):
         text = _rendered(tokenizer, prompt if isinstance(prompt, Chat) else Chat(prompt))
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    try:
+        ids: list[int] = tokenizer(text, add_special_tokens=is_text)["input_ids"]
+    except TypeError as error:  # what tokenizers says of half a surrogate pair
+        raise DataError(
+            "the text holds what isn't a character, as bytes do that aren't UTF-8. Remove it."
+        ) from error
+    if not ids:
+        raise DataError("the prompt is empty: there is no token to go on from. Give a text.")
     problem = unknown_token(ids, tokenizer, model.get_input_embeddings().weight.shape[0])
     if problem is not None:
         raise ModelError(f"{problem}. Take the tokenizer that belongs to the model.")

@@ -115,6 +115,12 @@ def metrics_are_a_folder(folder: Path, model: Path) -> list[str]:
     return []
 
 
+def metrics_are_a_pipe(folder: Path, model: Path) -> list[str]:
+    (folder / "out").mkdir()
+    os.mkfifo(folder / "out" / "metrics.jsonl")
+    return []
+
+
 def config_lies_in_output_dir(folder: Path, model: Path) -> list[str]:
     return [f"output_dir={folder}"]
 
@@ -154,6 +160,7 @@ CASES: list[tuple[Case, int, list[str]]] = [
         ["orders.jsonl:1", "'mugs' (id 259)", "the model has 259"],
     ),
     (metrics_are_a_folder, 2, ["out/metrics.jsonl is a folder"]),
+    (metrics_are_a_pipe, 2, ["out/metrics.jsonl is a pipe", "rename or remove it"]),
     (config_lies_in_output_dir, 2, ["/run.yaml is your own file", "another output_dir"]),
     (lock_is_a_folder, 1, ["out/.lock is a folder", "Move it away"]),
     (unknown_key, 2, ["save_every_n_train_steps"]),

@@ -222,6 +222,15 @@ def test_a_template_that_refuses_and_a_token_without_a_row_are_named_errors(
         generate_batch(model, tokenizer, ["two <more 19>"])
 
 
+def test_a_prompt_without_a_token_or_of_no_characters_is_numbered(folder: Path) -> None:
+    model, tokenizer = load_for_generation(folder)
+    with pytest.raises(DataError, match=r"^prompt 2: the prompt is empty.* Give a text\.$"):
+        generate_batch(model, tokenizer, ["a", ""])
+    for prompt in ("\ud800", [{"role": "user", "content": "a\udcff"}]):
+        with pytest.raises(DataError, match=r"^prompt 1: the text holds what isn't a character"):
+            generate_batch(model, tokenizer, [prompt])
+
+
 def test_a_temperature_near_zero_takes_the_most_probable_token(folder: Path) -> None:
     model, tokenizer = load_for_generation(folder)
     greedy_answers = answers_of(model, tokenizer, TEXTS, max_new_tokens=4)

@@ -35,6 +35,7 @@ _REMEDIES = {
     errno.EFBIG: "Choose a place that takes files of this size.",
     errno.EACCES: _BE_ALLOWED,
     errno.EPERM: _BE_ALLOWED,
+    errno.EEXIST: "Remove or rename what is there, or choose another place.",
     errno.ENOTDIR: _NO_FOLDER,
     errno.EROFS: "It can only be read: choose another place.",
 }

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -94,7 +95,7 @@ class LoadedConfig:
 
 
 def load_config(
-    name_or_path: str,
+    name_or_path: str | Path,
     overrides: Sequence[str] = (),
     *,
     recipe: str | None = None,
@@ -115,7 +116,7 @@ def load_config(
     Raises:
         ConfigError: There is no such file, or something in it is wrong; ``.problems`` lists each.
     """
-    entry = catalog.find_config(name_or_path)
+    entry = catalog.find_config(str(name_or_path))
     layer = read_yaml(entry.text, name=entry.label)
     if layer.problems and not layer.data:
         raise ConfigError([f"{layer.name}: {problem}" for problem in layer.problems])

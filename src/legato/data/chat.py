@@ -85,7 +85,8 @@ class ChatFormatter:
         stop_ids: Ids after which generation stops.
 
     Raises:
-        ConfigError: A template that isn't there, or that this tokenizer can't use.
+        ConfigError: A template that isn't there, or that this tokenizer can't use; a word that
+            isn't known.
     """
 
     def __init__(
@@ -110,6 +111,12 @@ class ChatFormatter:
         unknown = set(roles_to_train) - set(ROLES)
         if unknown or not roles_to_train:
             raise ConfigError(f"roles_to_train: {list(roles_to_train)}: some of {', '.join(ROLES)}")
+        for key, value, known in (
+            ("turns_to_train", turns_to_train, ("all", "last")),
+            ("special_tokens_in_text", special_tokens_in_text, ("error", "allow")),
+        ):
+            if value not in known:
+                raise ConfigError(f"{key}: {value}: {' or '.join(known)}")
         self._tokenizer = tokenizer
         self.stop_ids = stop_ids(tokenizer, eos_ids)
         self._stop_id = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,6 +93,15 @@ def open_metrics(
         return MetricsLog(path, loggers=loggers, is_ours=is_ours)
 
 
+def _what_is_no_file(path: Path) -> str:
+    """What lies where a file is to be written, or is waited for without end; empty: nothing."""
+    if path.is_file() or not os.path.lexists(path):
+        return ""
+    if path.is_dir():
+        return "a folder"
+    return "a pipe or a device" if path.exists() else "a link to nothing"
+
+
 def refuse_others_files(folder: Path, config_name: str) -> None:
     """See that nothing of somebody else's lies where a run writes a file.
 
@@ -104,8 +114,12 @@ def refuse_others_files(folder: Path, config_name: str) -> None:
         CheckpointWriteError: What lies there can't be read.
     """
     resolved = folder / f"{config_name}.yaml"
-    taken = [path for path in (folder / METRICS_NAME, resolved) if path.is_dir()]
-    problems = [f"output_dir: {path} is a folder, a run writes a file there" for path in taken]
+    ours = (folder / METRICS_NAME, resolved)
+    problems = [
+        f"output_dir: {path} is {found}, a run writes a file there: rename or remove it"
+        for path in ours
+        if (found := _what_is_no_file(path))
+    ]
     with writing_to(folder):
         if resolved.is_file() and not _is_resolved_config(resolved):
             problems.append(

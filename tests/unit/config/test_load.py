@@ -12,6 +12,7 @@ import yaml
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from legato.config.catalog import HUB
 from legato.config.load import LoadedConfig, dump_yaml, load_config
 from legato.config.schema import CompileConfig, Schedule
 from legato.errors import ConfigError
@@ -450,6 +451,14 @@ def test_a_config_may_be_json(tmp_path: Path) -> None:
     packaged = load_config("smollm2/135M_lora_single_device")
     path.write_text(json.dumps(yaml.safe_load(packaged.yaml)))
     assert load_config(str(path)).config == packaged.config
+
+
+def test_a_path_is_as_good_as_its_text(tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text(HUB.joinpath("smollm2", "135M_lora_single_device.yaml").read_text())
+    assert load_config(path).config == load_config(str(path)).config
+    with pytest.raises(ConfigError, match=r"none\.yaml: no such file and no such hub config"):
+        load_config(tmp_path / "none.yaml")
 
 
 def test_a_missing_file_names_the_nearest_hub_config(tmp_path: Path) -> None:

@@ -541,6 +541,10 @@ def test_roles_to_train_trains_the_words_of_other_roles() -> None:
     assert marked("phi", *TWO_TURNS[:2], roles_to_train=["user", "assistant"]) == [
         "<|user|>\n[[Hi]]<|end|>\n<|assistant|>\n[[Hello there!<|end|>]]"
     ]
+    with pytest.raises(ConfigError, match="turns_to_train: first: all or last"):
+        formatter("phi", turns_to_train="first")
+    with pytest.raises(ConfigError, match="special_tokens_in_text: drop: error or allow"):
+        formatter("phi", special_tokens_in_text="drop")
     with pytest.raises(ConfigError, match="roles_to_train"):
         formatter("phi", roles_to_train=["asistant"])
 
