@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -154,3 +155,38 @@ def test_when_the_launcher_is_killed_the_ranks_save_and_end(endless: Path) -> No
     assert not any(worker.is_running() for worker in workers)
     run.process.communicate()
     assert steps_in(run.output_dir) == [max(losses(run.output_dir))]
+
+
+def test_when_the_launcher_is_killed_while_the_ranks_import_they_end(
+    endless: Path, tmp_path: Path
+) -> None:
+    place = tmp_path / "tmp"
+    place.mkdir()
+    run = Launched(endless, environment={"TMPDIR": str(place)})
+    run.wait_until(lambda: len(run.workers()) == 2, "the start of both processes")
+    workers = list(run.workers().values())
+    run.send(signal.SIGKILL)
+    _, left = psutil.wait_procs(workers, timeout=120)  # they import first
+    for worker in left:
+        worker.kill()
+    run.process.communicate()
+    assert not left
+    assert list(place.iterdir()) == []
+
+
+def test_the_launchers_folder_may_go_and_signals_still_save(endless: Path, tmp_path: Path) -> None:
+    place = tmp_path / "tmp"
+    place.mkdir()
+    run = Launched(endless, environment={"TMPDIR": str(place)})
+    run.wait_for_step(2)
+    [folder] = place.glob("legato-launch-*")
+    shutil.rmtree(folder)  # as whatever tidies temporary files up
+    run.send(signal.SIGUSR1)
+    run.wait_until(lambda: len(steps_in(run.output_dir)) == 1, "the save")
+    run.wait_for_step(max(run.logged_steps()) + 2)
+    shutil.rmtree(folder)
+    run.send(signal.SIGTERM)
+    code, output = run.end()
+    assert code == 143, output
+    assert len(steps_in(run.output_dir)) == 2
+    assert list(place.iterdir()) == []

@@ -20,7 +20,15 @@ import typer
 from legato.cli.errors import INTERRUPTED, LESS_MEMORY, is_out_of_memory
 from legato.errors import LegatoError, PeerLostError, StopRequested, WorldError
 from legato.parallel.placement import Placement
-from legato.parallel.reports import RankEnd, clear_end, is_over, launch_folder, write_end
+from legato.parallel.reports import (
+    RankEnd,
+    clear_end,
+    is_orphaned,
+    is_over,
+    launch_folder,
+    remove_orphaned,
+    write_end,
+)
 from legato.storage.writing import writing_to
 
 LOGS_FOLDER = "logs"
@@ -53,8 +61,13 @@ def as_rank(placement: Placement, *, output_dir: str) -> Iterator[None]:
             raise typer.Exit(0)
         clear_end(folder, placement.rank)
         _stop_with_launcher()
+        if is_orphaned():  # it was killed before
+            remove_orphaned(folder)
+            raise typer.Exit(128 + signal.SIGTERM)
     log: TextIO | None = None
     with contextlib.ExitStack() as stack:
+        if folder is not None:
+            stack.callback(remove_orphaned, folder)
         try:
             log = stack.enter_context(_rank_log(placement, Path(output_dir, LOGS_FOLDER)))
             yield

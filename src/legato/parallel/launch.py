@@ -31,6 +31,7 @@ from legato.parallel.hosts import HostWatch, end_process, stop_board, waiting_te
 from legato.parallel.placement import is_port_in_use
 from legato.parallel.reports import (
     FOLDER_VARIABLE,
+    LAUNCHER_VARIABLE,
     Death,
     ask_to_save,
     ask_to_stop,
@@ -266,7 +267,7 @@ def _environment(plan: LaunchPlan, folder: str) -> Iterator[None]:
     """What the processes inherit; put back afterwards."""
     per_host = int(plan.arguments.nproc_per_node)
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    values = {FOLDER_VARIABLE: folder}
+    values = {FOLDER_VARIABLE: folder, LAUNCHER_VARIABLE: str(os.getpid())}
     if "OMP_NUM_THREADS" not in os.environ:
         # torchrun sets 1, which leaves most of a host idle that has more cores than processes.
         values["OMP_NUM_THREADS"] = str(max(1, num_cores // per_host))

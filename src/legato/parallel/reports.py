@@ -7,7 +7,9 @@ first, nor that one of them is only the echo of the other. Imports no torch.
 from __future__ import annotations
 
 import json
+import logging
 import os
+import shutil
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +18,10 @@ from typing import Literal
 
 from legato.errors import CheckpointWriteError, RunFailedError, StopRequested
 
+logger = logging.getLogger(__name__)
+
 FOLDER_VARIABLE = "LEGATO_LAUNCH_FOLDER"
+LAUNCHER_VARIABLE = "LEGATO_LAUNCHER_PID"
 SAVE_FILE = "save"
 """A wish for a checkpoint, in the folder of the launch; whoever takes it away answers it."""
 _STOP_FILE = "stop"
@@ -65,11 +70,34 @@ class Death:
 
 
 def write_end(folder: str, end: RankEnd) -> None:
-    """Leave ``end`` for the launcher."""
+    """Leave ``end`` for the launcher; without room for it, that is only said."""
+    if is_orphaned():
+        return
     path = Path(folder, f"rank_{end.rank}.json")
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(asdict(end)), encoding="utf-8")
-    temporary.replace(path)
+    try:
+        _make_again(folder)
+        temporary.write_text(json.dumps(asdict(end)), encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:  # what is done is done: the exit code says the most of it
+        logger.warning("the launcher isn't told how rank %d ended: %s", end.rank, error)
+
+
+def remove_orphaned(folder: str) -> None:
+    """Remove the launcher's folder where it can't any more."""
+    if is_orphaned():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_orphaned() -> bool:
+    """Whether the launcher that started this process is gone."""
+    launcher = os.environ.get(LAUNCHER_VARIABLE)
+    return launcher is not None and os.getppid() != int(launcher)
+
+
+def _make_again(folder: str) -> None:
+    """Whoever tidies the place of temporary files up may have taken it away."""
+    os.makedirs(folder, mode=0o700, exist_ok=True)
 
 
 def clear_end(folder: str, rank: int) -> None:
@@ -85,12 +113,21 @@ def read_ends(folder: str) -> list[RankEnd]:
 
 def ask_to_stop(folder: str, number: int) -> None:
     """Have processes that are started from now on end at once: signal ``number`` came."""
-    Path(folder, _STOP_FILE).write_text(str(number))
+    # An error would end the launcher, and with it those that are about to save.
+    try:
+        _make_again(folder)
+        Path(folder, _STOP_FILE).write_text(str(number))
+    except OSError as error:
+        logger.warning("processes that just start aren't told to stop: %s", error)
 
 
 def ask_to_save(folder: str) -> None:
     """Have the processes save at the end of their step, or of their first one."""
-    Path(folder, SAVE_FILE).touch()
+    try:
+        _make_again(folder)
+        Path(folder, SAVE_FILE).touch()
+    except OSError as error:
+        logger.warning("the processes can't be asked to save: %s", error)
 
 
 def is_over(folder: str) -> bool:

@@ -11,6 +11,7 @@ from legato.errors import CheckpointWriteError, RunFailedError, StopRequested
 from legato.parallel.reports import (
     Death,
     RankEnd,
+    ask_to_save,
     ask_to_stop,
     clear_end,
     conclude,
@@ -54,6 +55,21 @@ def test_a_restart_has_nothing_to_do_after_a_stop_or_an_error_that_would_come_ag
     assert not is_over(folder)
     ask_to_stop(folder, 15)
     assert is_over(folder)
+
+
+def test_what_finds_no_room_is_said_and_ends_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    folder = str(tmp_path / "file" / "launch")
+    write_end(folder, failed(1, 1.0))
+    ask_to_stop(folder, 15)
+    ask_to_save(folder)
+    assert [text.partition(": [Errno")[0] for text in caplog.messages] == [
+        "the launcher isn't told how rank 1 ended",
+        "processes that just start aren't told to stop",
+        "the processes can't be asked to save",
+    ]
 
 
 @pytest.mark.parametrize(
