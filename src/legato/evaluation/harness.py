@@ -16,6 +16,8 @@ from legato.evaluation.truthfulqa import TASK_NAME, mc2_task
 from legato.generate import load_for_generation
 from legato.models.quiet import silence_known_noise
 
+logger = logging.getLogger(__name__)
+
 INSTALL = "pip install 'lm-eval>=0.4.9'"
 
 
@@ -59,7 +61,8 @@ def evaluate_folder(
             the others comes from the hub.
         truthfulqa_csv: TruthfulQA.csv as its authors publish it.
         limit: Take the first questions of each task only.
-        num_fewshot: Solved examples before each question; None takes the task's number.
+        num_fewshot: Solved examples before each question; None takes the task's number. A task
+            whose config says 0 keeps to it, as ``truthfulqa_mc2_local`` would.
         batch_size: Sequences at a time.
         apply_chat_template: Ask through the tokenizer's chat template.
         dtype: Dtype of the parameters; None takes the files'.
@@ -71,7 +74,8 @@ def evaluate_folder(
 
     Raises:
         MissingDependencyError: lm-eval isn't installed.
-        UsageError: An unknown task, or the CSV is missing where it is needed.
+        UsageError: An unknown task, one that takes no further examples, or the CSV is missing
+            where it is needed.
         DataError: Data of a task can't be had.
         ModelError: The folder can't be used.
     """
@@ -79,6 +83,11 @@ def evaluate_folder(
         raise MissingDependencyError(f"legato eval needs lm-eval, which isn't here: {INSTALL}")
     silence_known_noise()
     chosen, manager = _find_tasks(tasks, truthfulqa_csv)
+    if TASK_NAME in tasks and num_fewshot:  # lm-eval would ignore it
+        raise UsageError(
+            f"--num-fewshot {num_fewshot}: {TASK_NAME} has six examples in its prompt, and takes "
+            "no others. Leave it out"
+        )
     model, tokenizer = load_for_generation(
         name_or_path, dtype=dtype, device=device, trust_remote_code=trust_remote_code
     )
@@ -103,7 +112,18 @@ def evaluate_folder(
             f"the data of {', '.join(tasks)} can't be had ({type(error).__name__}: {error}). "
             f"{TASK_NAME} needs no hub."
         ) from error
+    _say_fixed_examples(found, num_fewshot)
     return _scores(found)
+
+
+def _say_fixed_examples(found: Any, num_fewshot: int | None) -> None:
+    """Of a task whose config says 0 examples lm-eval ignores how many were asked for."""
+    for task, number in (found or {}).get("n-shot", {}).items():
+        if num_fewshot is not None and number != num_fewshot:
+            logger.warning(
+                "%s: asked with %d solved examples, as its own config has it, not with %d",
+                task, number, num_fewshot,
+            )  # fmt: skip
 
 
 def _find_tasks(

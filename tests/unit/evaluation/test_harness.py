@@ -105,6 +105,27 @@ def test_tasks_are_checked_before_the_model_is_loaded(
         )
 
 
+def test_solved_examples_that_a_task_would_ignore_are_refused(
+    folder: Path, questions: Path
+) -> None:
+    options: dict[str, Any] = {"tasks": [TASK_NAME], "truthfulqa_csv": questions, "limit": 1}
+    with pytest.raises(UsageError, match="--num-fewshot 3: truthfulqa_mc2_local has six examples"):
+        evaluate_folder(folder, num_fewshot=3, **options)
+    assert evaluate_folder(folder, num_fewshot=0, **options)[0].num_samples == 1
+
+
+def test_a_task_of_the_hub_that_ignored_how_many_examples_were_asked_for_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = {"results": {"arc_easy": {"acc,none": 0.5}}, "n-shot": {"arc_easy": 0}}
+    monkeypatch.setattr("lm_eval.simple_evaluate", lambda *_, **options: found)
+    assert evaluate_folder(folder, tasks=["arc_easy"], num_fewshot=0)[0].value == 0.5
+    assert evaluate_folder(folder, tasks=["arc_easy"], num_fewshot=5)[0].value == 0.5
+    assert [message for message in caplog.messages if "arc_easy" in message] == [
+        "arc_easy: asked with 0 solved examples, as its own config has it, not with 5"
+    ]
+
+
 def test_without_lm_eval_the_error_says_how_to_get_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
