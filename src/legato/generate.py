@@ -34,6 +34,12 @@ class Chat:
     tools: Sequence[Mapping[str, Any]] = ()
 
 
+NO_NUMBERS = (
+    "the model's logits aren't numbers (NaN): its weights are damaged, or overflow in this dtype. "
+    "Use another step, or fp32."
+)
+"""What is said before an answer or a figure is made of such logits."""
+
 _LEAST_TEMPERATURE = 1e-6
 
 Prompt = str | Sequence[Mapping[str, Any]] | Chat
@@ -271,10 +277,7 @@ def _refusing_nan() -> dict[str, Any]:
 
     def refuse(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if bool(scores.isnan().any()):
-            raise ModelError(
-                "the model's logits aren't numbers (NaN): its weights are damaged, or overflow in "
-                "this dtype. Use another step, or fp32."
-            )
+            raise ModelError(NO_NUMBERS)
         return scores
 
     return {"logits_processor": LogitsProcessorList([refuse])}

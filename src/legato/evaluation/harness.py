@@ -11,9 +11,15 @@ from typing import Any
 
 import torch
 
-from legato.errors import DataError, LegatoError, MissingDependencyError, UsageError
+from legato.errors import (
+    DataError,
+    LegatoError,
+    MissingDependencyError,
+    ModelError,
+    UsageError,
+)
 from legato.evaluation.truthfulqa import TASK_NAME, mc2_task
-from legato.generate import load_for_generation
+from legato.generate import NO_NUMBERS, load_for_generation
 from legato.models.quiet import silence_known_noise
 
 logger = logging.getLogger(__name__)
@@ -77,7 +83,7 @@ def evaluate_folder(
         UsageError: An unknown task, one that takes no further examples, or the CSV is missing
             where it is needed.
         DataError: Data of a task can't be had.
-        ModelError: The folder can't be used.
+        ModelError: The folder can't be used, or the model's logits aren't numbers.
     """
     if find_spec("lm_eval") is None:
         raise MissingDependencyError(f"legato eval needs lm-eval, which isn't here: {INSTALL}")
@@ -91,6 +97,8 @@ def evaluate_folder(
     model, tokenizer = load_for_generation(
         name_or_path, dtype=dtype, device=device, trust_remote_code=trust_remote_code
     )
+
+    _refuse_nan(model, name_or_path)
 
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -124,6 +132,15 @@ def _say_fixed_examples(found: Any, num_fewshot: int | None) -> None:
                 "%s: asked with %d solved examples, as its own config has it, not with %d",
                 task, number, num_fewshot,
             )  # fmt: skip
+
+
+def _refuse_nan(model: Any, name_or_path: str | Path) -> None:
+    """Of logits that are no numbers lm-eval makes figures: that of the first choice, or NaN."""
+    token = torch.zeros((1, 1), dtype=torch.long, device=model.get_input_embeddings().weight.device)
+    with torch.no_grad():
+        logits = model(input_ids=token).logits
+    if bool(logits.isnan().any()):
+        raise ModelError(f"{name_or_path}: {NO_NUMBERS}", path=str(name_or_path))
 
 
 def _find_tasks(

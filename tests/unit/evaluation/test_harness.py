@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from legato.cli.main import main
-from legato.errors import MissingDependencyError, UsageError
+from legato.errors import MissingDependencyError, ModelError, UsageError
 from legato.evaluation.harness import evaluate_folder
 from legato.evaluation.truthfulqa import TASK_NAME, mc2_task
 from tests.helpers import tiny
@@ -67,6 +68,15 @@ def test_an_adapter_is_measured_with_its_base(
     [plain] = evaluate_folder(folder, **options)
     assert with_adapter.num_samples == plain.num_samples == 1
     assert with_adapter.value != pytest.approx(plain.value, rel=1e-3)
+
+
+def test_logits_that_are_no_numbers_make_no_figure(tmp_path: Path, questions: Path) -> None:
+    folder = tiny.write_model(tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][0] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"logits aren't numbers \(NaN\)"):
+        evaluate_folder(folder, tasks=[TASK_NAME], truthfulqa_csv=questions)
 
 
 def test_the_command_shows_a_table_and_writes_json(
