@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -298,3 +299,20 @@ def test_a_failed_save_is_tried_again_or_ends_the_run(
     assert (failed["step"], failed["will_retry"]) == (8, on_save_error == "continue")
     assert "No space left on device" in failed["error"]
     assert [e["event"] for e in read_events(out / "metrics.jsonl") if e["event"] == "end"] == ended
+
+
+def test_the_best_value_of_another_metric_keeps_no_new_best_from_being_saved(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path, model=tiny_model_dir, recipe=FULL, keep_best_n_checkpoints=1)
+    run = ["run", "--config", config, "epochs=2"]
+    assert legato(*run, "stop_after_step=4", "save_every_n_train_steps=1") == 0
+    trainer = json.loads((tmp_path / "out/step_4/state/trainer.json").read_text())
+    (tmp_path / "hard.jsonl").write_text('{"prompt": "~", "completion": "{}|^`@#%&*=<>[]"}\n')
+    watched = [f"eval_datasets=[{{path: {tmp_path / 'hard.jsonl'}}}]", "run_val_every_n_steps=1"]
+    assert legato(*run, *watched, "save_every_n_train_steps=null") == 0
+    events = read_events(tmp_path / "out" / "metrics.jsonl")
+    evaluated = {e["step"]: e["eval_loss"] for e in events if e["event"] == "eval"}
+    # Worse than the best of before, which is of another metric.
+    assert evaluated[5] > trainer["parts"]["trainer"]["best"]["value"]
+    assert "step_5 saved" in capsys.readouterr().err

@@ -14,10 +14,14 @@ from legato.errors import CheckpointMismatchError
 
 @dataclass(frozen=True)
 class BestMetric:
-    """The best value of the watched metric so far, and the step that had it."""
+    """The best value of the watched metric so far, and the step that had it.
+
+    Of a step from before it was recorded, ``metric`` is None: which metric that is, isn't known.
+    """
 
     value: float
     step: int
+    metric: str | None = None
 
 
 @dataclass

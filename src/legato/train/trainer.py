@@ -61,10 +61,10 @@ class WatchedMetric:
     greater_is_better: bool = False
 
     def improves(self, value: float, best: BestMetric | None) -> bool:
-        """Whether ``value`` beats ``best``; a NaN never does."""
+        """Whether ``value`` beats ``best``, if that is of this metric; a NaN never does."""
         if value != value:  # NaN
             return False
-        if best is None:
+        if best is None or best.metric not in (None, self.name):
             return True
         return value > best.value if self.greater_is_better else value < best.value
 
@@ -342,7 +342,7 @@ class Trainer:
         value = metrics.get(self.watched.name)
         if value is None or not self.watched.improves(value, self.state.best):
             return False
-        self.state.best = BestMetric(value=value, step=self.state.step)
+        self.state.best = BestMetric(value, step=self.state.step, metric=self.watched.name)
         return True
 
     def _save(self, metrics: Mapping[str, Any], *, reason: str) -> PendingSave:
