@@ -143,6 +143,7 @@ def _end_of(error: BaseException, *, rank: int) -> RankEnd:
 def _rank_log(placement: Placement, folder: Path) -> Iterator[TextIO]:
     """Open this rank's log; all ranks but 0 write nowhere else from now on."""
     log = _open_log(placement, folder)
+    handler = logging.StreamHandler(log)
     try:
         faulthandler.enable(log)
         if placement.rank:
@@ -150,10 +151,11 @@ def _rank_log(placement: Placement, folder: Path) -> Iterator[TextIO]:
                 stream.flush()
                 os.dup2(log.fileno(), stream.fileno())
         else:
-            logging.getLogger("legato").addHandler(logging.StreamHandler(log))
+            logging.getLogger("legato").addHandler(handler)
         yield log
     finally:
         faulthandler.disable()
+        logging.getLogger("legato").removeHandler(handler)  # it would write to a closed file
         with contextlib.suppress(OSError):  # what a full disk didn't take
             log.close()
 
