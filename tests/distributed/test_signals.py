@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers.launches import Launched
+from tests.helpers.launches import Launched, held_at_their_start
 from tests.helpers.runs import losses, steps_in, write_config
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -157,20 +157,31 @@ def test_when_the_launcher_is_killed_the_ranks_save_and_end(endless: Path) -> No
     assert steps_in(run.output_dir) == [max(losses(run.output_dir))]
 
 
+def is_left(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def test_when_the_launcher_is_killed_while_the_ranks_import_they_end(
     endless: Path, tmp_path: Path
 ) -> None:
     place = tmp_path / "tmp"
     place.mkdir()
-    run = Launched(endless, environment={"TMPDIR": str(place)})
+    go = tmp_path / "go"
+    held = held_at_their_start(tmp_path / "site", until=go)
+    run = Launched(endless, environment={"TMPDIR": str(place), **held})
     run.wait_until(lambda: len(run.workers()) == 2, "the start of both processes")
     workers = list(run.workers().values())
     run.send(signal.SIGKILL)
-    _, left = psutil.wait_procs(workers, timeout=120)  # they import first
-    for worker in left:
-        worker.kill()
-    run.process.communicate()
-    assert not left
+    run.process.wait()
+    go.touch()
+    run.process.communicate(timeout=120)  # their output is open until both end
+    deadline = time.monotonic() + 30
+    while any(is_left(worker) for worker in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(is_left(worker) for worker in workers)
     assert list(place.iterdir()) == []
 
 

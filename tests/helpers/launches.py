@@ -54,8 +54,32 @@ def killed_in_a_save(folder: Path, kills: Mapping[int, tuple[int, str, str]]) ->
     Returns:
         What the launcher is to have besides.
     """
+    return _run_first(folder, _KILL.format(kills=repr(dict(kills))))
+
+
+_HOLD = """
+import os, time
+while "RANK" in os.environ and not os.path.exists({file!r}):
+    time.sleep(0.01)
+"""
+
+
+def held_at_their_start(folder: Path, *, until: Path) -> dict[str, str]:
+    """Environment in which ranks do nothing at all until a file is there.
+
+    Args:
+        folder: Is made.
+        until: The file.
+
+    Returns:
+        What the launcher is to have besides.
+    """
+    return _run_first(folder, _HOLD.format(file=str(until)))
+
+
+def _run_first(folder: Path, code: str) -> dict[str, str]:
     folder.mkdir()
-    (folder / "sitecustomize.py").write_text(_KILL.format(kills=repr(dict(kills))))
+    (folder / "sitecustomize.py").write_text(code)
     paths = [str(folder), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     return {"PYTHONPATH": os.pathsep.join(paths)}
 
