@@ -71,6 +71,7 @@ clean:
 	rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
 $(INSTALLED): pyproject.toml constraints.txt
+	@echo "installing into .venv (2.1 GB with torch for CPU): a minute or more"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev,loggers,quant,eval]"
 	touch $@
