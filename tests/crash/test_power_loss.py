@@ -106,6 +106,25 @@ def test_every_file_is_synced_before_the_rename_and_the_parent_after_it() -> Non
     assert written[-1][1] == f"{temporary}/manifest.json"
 
 
+def test_what_pruning_moves_is_there_after_a_power_cut() -> None:
+    for prune in ("move", "delete"):
+        disk = LossyStorage()
+        disk.make_folder("/disk")
+        disk.settle()
+        with Checkpointer("/disk/out", storage=disk, keep=KeepLast(1), prune=prune) as checkpointer:
+            loop = Loop()
+            checkpointer.save(loop.run_to(1).state, step=1).result()
+            mine = "/disk/out/step_1/notes.txt"
+            disk.write_bytes(mine, b"mine")
+            disk.sync_file(mine)
+            disk.sync_folder("/disk/out/step_1")
+            checkpointer.save(loop.run_to(2).state, step=2).result()
+        disk.power_loss()
+        moved = disk.list_folder("/disk/out/.pruned/step_1")
+        assert "notes.txt" in moved, prune
+        assert ("manifest.json" in moved) == (prune == "move")
+
+
 def test_a_pruned_step_is_durably_renamed_before_anything_in_it_goes() -> None:
     storage = RecordingStorage(MemoryStorage())
     loop = Loop()

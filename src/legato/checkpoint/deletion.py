@@ -78,7 +78,9 @@ def move_strangers(storage: Storage, path: str, *, to: str) -> None:
         storage.rename(posixpath.join(path, name), posixpath.join(to, name))
     # Durable before the rest is deleted.
     storage.sync_folder(to)
-    storage.sync_folder(posixpath.dirname(to))
+    pruned = posixpath.dirname(to)
+    storage.sync_folder(pruned)
+    storage.sync_folder(posixpath.dirname(pruned))  # it may have been made just now
     logger.warning(
         "what no save had written into a step that is deleted is in %s: %s",
         to, ", ".join(strangers),

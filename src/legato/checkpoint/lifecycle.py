@@ -338,6 +338,9 @@ class RunFolder:
 
     def _move(self, source: str, target: str) -> None:
         self.storage.rename(source, target)
+        folder = posixpath.dirname(target)
+        if folder != self.path:  # there before it is gone from here
+            self.storage.sync_folder(folder)
         # Durable before anything in it is deleted: a power cut mustn't bring half of it back.
         self.storage.sync_folder(self.path)
 
